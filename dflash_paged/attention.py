@@ -89,13 +89,15 @@ def _hidden_context(request: _Request, rows: slice, window: int | None):
 
 
 def _hidden_suffix(rows: slice, keys: int, causal: bool, window: int | None, device):
-    """[rows, keys] bool, True where order or window hides a suffix row; None where neither hides any."""
-    far = window is not None and max(rows.stop, keys) > window
-    if not (causal and keys > rows.start + 1) and not far:
-        return None
+    """[rows, some last keys] bool, True where order or window hides a suffix row; None where neither does."""
+    if window is None or max(rows.stop, keys) <= window:
+        later = keys - rows.start  # only these columns can lie behind a row
+        if not causal or later == 1:
+            return None
+        return torch.ones(rows.stop - rows.start, later, dtype=torch.bool, device=device).triu(1)
     distance = torch.arange(rows.start, rows.stop, device=device)[:, None] - torch.arange(keys, device=device)
-    hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
-    return hidden | (distance.abs() >= window) if far else hidden
+    hidden = distance.abs() >= window
+    return hidden | (distance < 0) if causal else hidden
 
 # %% ../notebooks/04_attention.ipynb #0690bc35
 def _attend(
@@ -105,8 +107,9 @@ def _attend(
     causal: bool,
     window: int | None,
     sm_scale: float,
-    want_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # [rows, H, D], [rows, H] in compute dtype
+    out: torch.Tensor,  # [rows, H, D], mutated
+    lse: torch.Tensor | None,  # [rows, H], mutated
+) -> None:
     """Softmax attention of some query rows of one request, batched over KV heads."""
     n, heads, dim = q.shape
     num_kv_heads, context = request.k.shape[1], request.num_context
@@ -124,16 +127,14 @@ def _attend(
         by_row[..., :context].masked_fill_(hidden[:, None], float("-inf"))
     hidden = _hidden_suffix(rows, keys, causal, window, k.device)
     if hidden is not None:
-        by_row[..., context:].masked_fill_(hidden[:, None], float("-inf"))
+        by_row[..., -hidden.shape[1] :].masked_fill_(hidden[:, None], float("-inf"))
 
-    out = torch.bmm(torch.softmax(logits, -1), v.transpose(0, 1))
+    values = torch.bmm(torch.softmax(logits, -1), v.transpose(0, 1))
     if request.v_scale is not None:
-        out *= request.v_scale
-    out = out.view(num_kv_heads, n, group, dim).transpose(0, 1).reshape(n, heads, dim)
-    lse = None
-    if want_lse:
-        lse = torch.logsumexp(by_row, -1).transpose(0, 1).reshape(n, heads)
-    return out, lse
+        values *= request.v_scale
+    out.unflatten(1, (num_kv_heads, group)).copy_(values.view(num_kv_heads, n, group, dim).transpose(0, 1))
+    if lse is not None:
+        lse.unflatten(1, (num_kv_heads, group)).copy_(torch.logsumexp(by_row, -1).transpose(0, 1))
 
 
 def _compute_dtype(q: torch.Tensor) -> torch.dtype:
@@ -167,10 +168,8 @@ def draft_attention_ref(
         request = _load_request(
             page_view, block_table[r], starts[r], lens[r], k_noise[r], v_noise[r], sliding_window, dtype
         )
-        values, sums = _attend(q[r], request, rows, causal, sliding_window, sm_scale, lse is not None)
-        out[r] = values
-        if sums is not None:
-            lse[r] = sums
+        lse_r = None if lse is None else lse[r]
+        _attend(q[r], request, rows, causal, sliding_window, sm_scale, out[r], lse_r)
     return out
 
 # %% ../notebooks/04_attention.ipynb #29a2dd68
@@ -206,10 +205,8 @@ def prefill_attention_ref(
         for i in range(0, b - a, _PREFILL_TILE):
             rows = slice(i, min(i + _PREFILL_TILE, b - a))
             place = slice(a + rows.start, a + rows.stop)
-            values, sums = _attend(q[place], request, rows, True, sliding_window, sm_scale, lse is not None)
-            out[place] = values
-            if sums is not None:
-                lse[place] = sums
+            lse_rows = None if lse is None else lse[place]
+            _attend(q[place], request, rows, True, sliding_window, sm_scale, out[place], lse_rows)
     if bounds[-1] < q.shape[0]:
         out[bounds[-1] :] = 0
         if lse is not None:
