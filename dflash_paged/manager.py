@@ -579,15 +579,23 @@ class _Arrivals(_Lookup):
             )
         return tokens
 
-    def can_admit(
-        self, tokens: Sequence[int], num_new_tokens: int, *, salt=None, reuse_prefix: bool = True, beside=()
-    ) -> bool:
-        """Would a new request's first chunk fit, together with the steps of the running ones in `beside`?"""
+    def blocks_to_admit(
+        self, tokens: Sequence[int], num_tokens: int, *, salt: int | str | None = None, reuse_prefix: bool = True
+    ) -> list[int]:
+        """Blocks that a new request takes from `num_available_blocks` to hold `num_tokens` rows, a group.
+
+        Lookahead is included. Known blocks cost nothing where somebody holds them, one where they are cached.
+        Nothing is changed: ask before `add_sequence`, for the first chunk or for all that the request may need.
+        """
         tokens = self._check_prompt(tokens, salt)
         nodes, _ = self._match(tokens, salt, reuse_prefix)
-        rows = min(len(nodes) * self.tokens_per_block + check_int("num_new_tokens", num_new_tokens), len(tokens))
-        needed = self.blocks_for(rows) - len(nodes) + sum(gain for *_, gain in self._reservations(beside))
-        return needed + sum(node.pins == 0 for node in nodes) <= self._ledger.num_available
+        num_new = self.blocks_for(check_int("num_tokens", num_tokens)) - len(nodes)
+        return [max(num_new, 0) + sum(node.pins == 0 for node in nodes)]
+
+    def num_available_blocks(self, group: int = 0) -> int:
+        """Blocks of `group` that can be handed out: free ones and those that can be evicted."""
+        check_int("group", group, 0, self.num_groups - 1)
+        return self._ledger.num_available
 
     def add_sequence(
         self,
