@@ -31,9 +31,10 @@ def show_error(
     *kinds: type[BaseException],  # what it must raise; ValueError and KeyError by default
 ) -> None:
     """Run `call`, which must raise one of `kinds`, and print the error in one line."""
+    kinds = kinds or (ValueError, KeyError)
     try:
         call()
-    except kinds or (ValueError, KeyError) as error:
+    except kinds as error:
         print(f"{type(error).__name__}: {error}")
         return
     raise NothingRaised("this call was expected to fail")
