@@ -454,6 +454,19 @@ def test_a_recomputed_block_replaces_an_idle_one_without_draft_rows():
     assert (start.num_reused_tokens, start.ctx_start) == (24, 0)
 
 
+def test_a_block_without_draft_rows_stays_while_somebody_reads_its_target_rows():
+    m = make_manager()
+    run(m, 0, list(range(10)))
+    m.free_resources(0)
+    m.withhold_draft_rows()
+    assert m.add_sequence(1, list(range(10))).ctx_start == 8
+    held = m.get_batch_cache_indices([1])
+    run(m, 2, list(range(10)), reuse_prefix=False)
+    m.check_invariants()
+    assert m.get_batch_cache_indices([1]) == held and m.stats().num_published == 1
+    assert m.add_sequence(3, list(range(10))).ctx_start == 8
+
+
 @pytest.mark.parametrize("one, other", [(None, 0), (0, 1), (1, "1"), ("a", "b"), (None, "None")])
 def test_tenants_with_different_salts_share_nothing(one, other):
     m = make_manager()
@@ -516,6 +529,29 @@ def test_a_copy_is_published_when_the_first_one_was_evicted():
     m.check_invariants()
     assert m.stats().num_published == 2
     assert m.add_sequence(3, list(range(17))).num_reused_tokens == 16
+
+
+def test_several_evicted_blocks_are_published_again_from_a_copy():
+    m = make_manager(num_blocks=12)
+    for request_id in (0, 1):
+        m.add_sequence(request_id, list(range(20)))
+    m.prepare_resources([(0, 20), (1, 20)])
+    m.update_resources([(i, list(range(20))) for i in (0, 1)])
+    copies = m.get_batch_cache_indices([1])[0]
+    m.free_resources(0)
+    m.add_sequence(2, [9] * 60)
+    m.prepare_resources([(2, 60)])
+    assert m.stats().num_evicted == 1, "the deeper one"
+    m.add_sequence(3, [8])
+    m.prepare_resources([(3, 1)])
+    assert m.stats().num_evicted == 2
+    m.free_resources(2)
+    m.prepare_resources([(1, 0)])
+    m.update_resources([(1, list(range(20, 24)))])
+    m.check_invariants()
+    assert m.stats().num_published == 3
+    m.add_sequence(4, list(range(25)))
+    assert m.get_batch_cache_indices([4])[0] == copies
 
 
 # Eviction
