@@ -195,6 +195,17 @@ def test_blocks_held_are_the_pages_of_readable_and_next_rows(case):
         assert blocks_held(**case) == max(pages) - min(pages) + 1 == len(pages)
 
 
+def test_window_releases_a_page_at_the_exact_row():
+    """Every (length, window) pair: the first held page is that of the oldest readable row."""
+    for n in range(1, 60):
+        for window in range(2, 40):
+            oldest = min(p for p in range(n) if n - p < window)
+            held = blocks_held(
+                n, tokens_per_block=8, num_lookahead_tokens=1, max_seq_len=64, sliding_window=window
+            )
+            assert held == n // 8 - oldest // 8 + 1, (n, window)
+
+
 def test_full_group_holds_the_block_count_of_the_design():
     """ceil(min(n + K + 1, max_seq_len) / tokens_per_block), as the manager holds between prepare and update."""
     for n in range(1, 101):
@@ -248,6 +259,14 @@ def test_lookahead_is_k_plus_one():
     fields = dict(max_seq_len=128, tokens_per_block=8)
     assert paged_cost(stack(1, 1, 1), [8], num_draft_tokens=7, **fields).held_bytes == 16 * 4
     assert paged_cost(stack(1, 1, 1), [8], num_draft_tokens=8, **fields).held_bytes == 24 * 4
+
+
+def test_planner_reserves_the_lookahead_of_a_whole_verify_pass():
+    """Pitfall 19, in admission: 8 tokens and K = 8 need 17 rows, a third page of 8."""
+    pair = ModelPair(ModelGeometry("t", stack(1, 1, 1)), None)
+    plans = [plan_capacity(Machine(6 * 8 * 4), pair, Lengths.constant(8), Serving(64, 99, k, tokens_per_block=8))
+             for k in (7, 8)]
+    assert [plan.requests for plan in plans] == [3, 2]
 
 
 @pytest.mark.parametrize(
