@@ -36,7 +36,7 @@ def check_strided(
 ) -> torch.Tensor:  # the tensor
     """`check_tensor`, and a last dimension of stride 1; `ValueError` naming `name` otherwise."""
     check_tensor(name, tensor, shape, dtypes, device)
-    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name}: expected a last dimension of stride 1, got stride {tensor.stride(-1)}")
     return tensor
 
@@ -100,47 +100,16 @@ def _fill(buffer: torch.Tensor, values: torch.Tensor, padding: int) -> None:
     buffer[..., n:] = padding
 
 # %% ../notebooks/02_block_table.ipynb #663b20b2
-def build_draft_inputs_ref(
-    next_token_ids: torch.Tensor,  # [R] int64, each request's bonus token; NO_TOKEN while in prefill
-    row_positions: torch.Tensor,  # [N] int64, absolute position of each context row
-    row_start_loc: torch.Tensor,  # [R+1] int32, rows of request r are [r]..[r+1]; none: padded
-    num_rejected: torch.Tensor,  # [R] int32, rows at the end of each request that don't count
-    block_tables: torch.Tensor,  # [G, R, T] int32, page ids, -1 for none
-    *,
-    tokens_per_block: int,
-    mask_token_id: int,  # the id of the rows after the bonus token
-    num_draft_tokens: int,  # K; 0 is legal
-    num_pages: int | None = None,  # pages of a pool, bounds the ids in the tables
-    out: DraftInputs | None = None,  # mutated; may be longer than needed, the rest becomes padding
-) -> DraftInputs:
-    """Build the rows of a draft pass in plain torch: the oracle of `build_draft_inputs`, unchecked."""
-    num_reqs, num_rows = next_token_ids.shape[0], row_positions.shape[0]
+def _kept_rows(num_rows: int, row_start_loc: torch.Tensor, num_rejected: torch.Tensor) -> tuple:
+    """A request's rows and kept rows, `[R]` each; a row's request and whether it is kept, `[N]` each."""
     start, stop = row_start_loc[:-1].long(), row_start_loc[1:].long()
     count = stop - start
     kept = (count - num_rejected.clamp(min=0)).clamp(min=0)
-
-    row = torch.arange(num_rows, device=row_positions.device)
-    request = torch.searchsorted(stop, row, right=True)
-    in_batch = request < num_reqs
-    request = request.clamp(max=num_reqs - 1)
-    keep = in_batch & (row < (start + kept)[request])
-    if out is None:
-        out = DraftInputs.allocate(
-            block_tables.shape[0], num_rows, num_reqs, num_draft_tokens, row_positions.device
-        )
-    _fill(out.context_positions, torch.where(keep, row_positions, 0), 0)
-    slots = slots_of_positions(row_positions, request, keep, block_tables, tokens_per_block, num_pages)
-    _fill(out.context_slot_mapping, slots, PADDING_SLOT_ID)
-
-    # The end of the context: one past the last row kept. A padded request has no row and no length.
-    last = start + (kept - 1).clamp(min=0)
-    if num_rows:
-        end = row_positions[last.clamp(max=num_rows - 1)] + (kept > 0)
-    else:
-        end = torch.zeros_like(start)
-    _fill(out.ctx_lens, torch.where(count > 0, end, 0), 0)
-    _fill_query_rows(out, next_token_ids, count > 0, mask_token_id, num_draft_tokens)
-    return out
+    row = torch.arange(num_rows, device=row_start_loc.device)
+    request = torch.searchsorted(stop, row, right=True)  # R where the row is nobody's
+    keep = request < stop.shape[0]
+    request = request.clamp(max=stop.shape[0] - 1)
+    return count, kept, request, keep & (row < (start + kept)[request])
 
 
 def _fill_query_rows(out, next_token_ids, has_rows, mask_token_id, num_draft_tokens) -> None:
@@ -156,6 +125,41 @@ def _fill_query_rows(out, next_token_ids, has_rows, mask_token_id, num_draft_tok
     row = torch.arange(num_reqs, device=ids.device)[:, None] * num_query_rows + column[1:]
     samples = torch.where(drafts[:, None], row, -1)
     _fill(out.sample_indices, samples.flatten(), -1)
+
+# %% ../notebooks/02_block_table.ipynb #e855f016
+def build_draft_inputs_ref(
+    next_token_ids: torch.Tensor,  # [R] int64, each request's bonus token; NO_TOKEN while in prefill
+    row_positions: torch.Tensor,  # [N] int64, absolute position of each context row
+    row_start_loc: torch.Tensor,  # [R+1] int32, rows of request r are [r]..[r+1]; none: padded
+    num_rejected: torch.Tensor,  # [R] int32, rows at the end of each request that don't count
+    block_tables: torch.Tensor,  # [G, R, T] int32, page ids, -1 for none
+    *,
+    tokens_per_block: int,
+    mask_token_id: int,  # the id of the rows after the bonus token
+    num_draft_tokens: int,  # K; 0 is legal
+    num_pages: int | None = None,  # pages of a pool, bounds the ids in the tables
+    out: DraftInputs | None = None,  # mutated; may be longer than needed, the rest becomes padding
+) -> DraftInputs:
+    """Build the rows of a draft pass in plain torch: the oracle of `build_draft_inputs`, unchecked."""
+    num_reqs, num_rows = next_token_ids.shape[0], row_positions.shape[0]
+    count, kept, request, keep = _kept_rows(num_rows, row_start_loc, num_rejected)
+    if out is None:
+        out = DraftInputs.allocate(
+            block_tables.shape[0], num_rows, num_reqs, num_draft_tokens, row_positions.device
+        )
+    _fill(out.context_positions, torch.where(keep, row_positions, 0), 0)
+    slots = slots_of_positions(row_positions, request, keep, block_tables, tokens_per_block, num_pages)
+    _fill(out.context_slot_mapping, slots, PADDING_SLOT_ID)
+
+    # The end of the context: one past the last row kept. A padded request has no row and no length.
+    last = row_start_loc[:-1].long() + (kept - 1).clamp(min=0)
+    if num_rows:
+        end = row_positions[last.clamp(max=num_rows - 1)] + (kept > 0)
+    else:
+        end = torch.zeros_like(last)
+    _fill(out.ctx_lens, torch.where(count > 0, end, 0), 0)
+    _fill_query_rows(out, next_token_ids, count > 0, mask_token_id, num_draft_tokens)
+    return out
 
 # %% ../notebooks/02_block_table.ipynb #139aaad7
 @dataclass
@@ -185,7 +189,7 @@ class VerifyInputs:
             full((max_reqs,), 0, torch.int32),
         )
 
-
+# %% ../notebooks/02_block_table.ipynb #e9866ab7
 def build_verify_inputs_ref(
     bonus_token_ids: torch.Tensor,  # [R] int64; NO_TOKEN: the request is inert in this pass
     draft_token_ids: torch.Tensor,  # [R, K] int64; K may be 0
@@ -250,6 +254,40 @@ def _check_out_rows(out, reqs: int, lengths: dict) -> None:
                 f"got {length}"
             )
 
+# %% ../notebooks/02_block_table.ipynb #79ca9daf
+def _check_draft_out(out, groups, rows, num_reqs, num_draft_tokens, device) -> None:
+    if not isinstance(out, DraftInputs):
+        raise ValueError(f"out: expected a DraftInputs, got {type(out).__name__}")
+    i64, i32, queries = torch.int64, torch.int32, num_reqs * (num_draft_tokens + 1)
+    rows_out = _check_out("out.context_positions", out.context_positions, (rows,), i64, device)
+    slots_out = _check_out("out.context_slot_mapping", out.context_slot_mapping, (groups, rows), i64, device)
+    if rows_out != slots_out:
+        raise ValueError(f"out.context_slot_mapping: expected {rows_out} rows as positions, got {slots_out}")
+    reqs = _check_out("out.ctx_lens", out.ctx_lens, (num_reqs,), i32, device)
+    ids = _check_out("out.query_token_ids", out.query_token_ids, (queries,), i64, device)
+    positions = _check_out("out.query_positions", out.query_positions, (queries,), i64, device)
+    samples = _check_out(
+        "out.sample_indices", out.sample_indices, (num_reqs * num_draft_tokens,), i32, device
+    )
+    per_request = num_draft_tokens + 1
+    _check_out_rows(out, reqs, {
+        "query_token_ids": (ids, per_request),
+        "query_positions": (positions, per_request),
+        "sample_indices": (samples, num_draft_tokens),
+    })
+
+
+def _check_draft_values(row_positions, row_start_loc, num_rejected) -> None:
+    """The checks that wait for the device."""
+    starts, rejected, positions = row_start_loc.tolist(), num_rejected.tolist(), row_positions.tolist()
+    if starts[0] != 0 or sorted(starts) != starts or starts[-1] > len(positions):
+        raise ValueError(f"row_start_loc: expected 0 <= ... <= {len(positions)} ascending, got {starts}")
+    for r, (a, b) in enumerate(zip(starts, starts[1:])):
+        if not 0 <= rejected[r] <= b - a:
+            raise ValueError(f"num_rejected: expected 0..{b - a} for request {r}, got {rejected[r]}")
+        if any(q != p + 1 for p, q in zip(positions[a:b], positions[a + 1 : b])):
+            raise ValueError(f"row_positions: expected consecutive rows for request {r}, got {positions[a:b]}")
+
 # %% ../notebooks/02_block_table.ipynb #cf81ce42
 def build_draft_inputs(
     next_token_ids: torch.Tensor,  # [R] int64, each request's bonus token; NO_TOKEN while in prefill
@@ -292,41 +330,22 @@ def build_draft_inputs(
         num_draft_tokens=num_draft_tokens, num_pages=num_pages, out=out,
     )
 
-# %% ../notebooks/02_block_table.ipynb #79ca9daf
-def _check_draft_out(out, groups, rows, num_reqs, num_draft_tokens, device) -> None:
-    if not isinstance(out, DraftInputs):
-        raise ValueError(f"out: expected a DraftInputs, got {type(out).__name__}")
-    i64, i32, queries = torch.int64, torch.int32, num_reqs * (num_draft_tokens + 1)
-    rows_out = _check_out("out.context_positions", out.context_positions, (rows,), i64, device)
-    slots_out = _check_out("out.context_slot_mapping", out.context_slot_mapping, (groups, rows), i64, device)
-    if rows_out != slots_out:
-        raise ValueError(f"out.context_slot_mapping: expected {rows_out} rows as positions, got {slots_out}")
-    reqs = _check_out("out.ctx_lens", out.ctx_lens, (num_reqs,), i32, device)
-    ids = _check_out("out.query_token_ids", out.query_token_ids, (queries,), i64, device)
-    positions = _check_out("out.query_positions", out.query_positions, (queries,), i64, device)
-    samples = _check_out(
-        "out.sample_indices", out.sample_indices, (num_reqs * num_draft_tokens,), i32, device
-    )
-    per_request = num_draft_tokens + 1
+# %% ../notebooks/02_block_table.ipynb #756cbe11
+def _check_verify_out(out, groups, num_reqs, num_draft_tokens, device) -> None:
+    if not isinstance(out, VerifyInputs):
+        raise ValueError(f"out: expected a VerifyInputs, got {type(out).__name__}")
+    i64, per_request = torch.int64, num_draft_tokens + 1
+    rows = num_reqs * per_request
+    reqs = _check_out("out.ctx_lens", out.ctx_lens, (num_reqs,), torch.int32, device)
     _check_out_rows(out, reqs, {
-        "query_token_ids": (ids, per_request),
-        "query_positions": (positions, per_request),
-        "sample_indices": (samples, num_draft_tokens),
+        "token_ids": (_check_out("out.token_ids", out.token_ids, (rows,), i64, device), per_request),
+        "positions": (_check_out("out.positions", out.positions, (rows,), i64, device), per_request),
+        "slot_mapping": (
+            _check_out("out.slot_mapping", out.slot_mapping, (groups, rows), i64, device), per_request
+        ),
     })
 
-
-def _check_draft_values(row_positions, row_start_loc, num_rejected) -> None:
-    """The checks that wait for the device."""
-    starts, rejected, positions = row_start_loc.tolist(), num_rejected.tolist(), row_positions.tolist()
-    if starts[0] != 0 or sorted(starts) != starts or starts[-1] > len(positions):
-        raise ValueError(f"row_start_loc: expected 0 <= ... <= {len(positions)} ascending, got {starts}")
-    for r, (a, b) in enumerate(zip(starts, starts[1:])):
-        if not 0 <= rejected[r] <= b - a:
-            raise ValueError(f"num_rejected: expected 0..{b - a} for request {r}, got {rejected[r]}")
-        if any(q != p + 1 for p, q in zip(positions[a:b], positions[a + 1 : b])):
-            raise ValueError(f"row_positions: expected consecutive rows for request {r}, got {positions[a:b]}")
-
-# %% ../notebooks/02_block_table.ipynb #b862a22b
+# %% ../notebooks/02_block_table.ipynb #0524f7d7
 def build_verify_inputs(
     bonus_token_ids: torch.Tensor,  # [R] int64; NO_TOKEN: the request is inert in this pass
     draft_token_ids: torch.Tensor,  # [R, K] int64; K may be 0
@@ -361,18 +380,3 @@ def build_verify_inputs(
         bonus_token_ids, draft_token_ids, ctx_lens, block_tables,
         tokens_per_block=tokens_per_block, num_pages=num_pages, out=out,
     )
-
-
-def _check_verify_out(out, groups, num_reqs, num_draft_tokens, device) -> None:
-    if not isinstance(out, VerifyInputs):
-        raise ValueError(f"out: expected a VerifyInputs, got {type(out).__name__}")
-    i64, per_request = torch.int64, num_draft_tokens + 1
-    rows = num_reqs * per_request
-    reqs = _check_out("out.ctx_lens", out.ctx_lens, (num_reqs,), torch.int32, device)
-    _check_out_rows(out, reqs, {
-        "token_ids": (_check_out("out.token_ids", out.token_ids, (rows,), i64, device), per_request),
-        "positions": (_check_out("out.positions", out.positions, (rows,), i64, device), per_request),
-        "slot_mapping": (
-            _check_out("out.slot_mapping", out.slot_mapping, (groups, rows), i64, device), per_request
-        ),
-    })
