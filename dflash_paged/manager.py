@@ -225,11 +225,16 @@ class BlockLedger(BlockStates):
             node = self.index.insert(parent, tokens, block)
             if node is not None:
                 self.index.pin(node)  # by the sequence that holds the block
-        elif not node.draft_complete and self.pool.ref_counts[node.block] == 0:
-            self._heal(node, block)
+        elif self.pool.ref_counts[node.block] == 0:
+            self.adopt(node, block)
         return node
 
-    def _heal(self, node: PrefixNode, block: int) -> None:
+    def adopt(self, node: PrefixNode, block: int) -> None:
+        """Move a node that nobody holds onto a sequence's own copy; the old block is free.
+
+        So the sequence holds what leads to its later blocks, and an available block never becomes unavailable
+        unless it is taken: what admission promised stays true. Missing draft rows are there again.
+        """
         self.index.pin(node)  # by the sequence that holds `block`
         old, node.block, node.draft_complete = node.block, block, True
         self.index.node_of_block[old], self.index.node_of_block[block] = None, node
@@ -691,6 +696,9 @@ class _Commits(_Steps):
         size, index = self.tokens_per_block, self._ledger.index
         while seq.nodes and not seq.nodes[-1].alive:
             seq.nodes.pop()  # another request's copy, evicted meanwhile: this one's takes its place
+        first = next((i for i, node in enumerate(seq.nodes) if not node.pins), len(seq.nodes))
+        for node, block in zip(seq.nodes[first:], seq.blocks[first:]):
+            self._ledger.adopt(node, block)  # another request's copy that only the cache holds by now
         for i in range(len(seq.nodes), len(seq.tokens) // size):
             parent = seq.nodes[-1] if seq.nodes else index.root(seq.salt)
             node = self._ledger.publish(parent, tuple(seq.tokens[i * size : (i + 1) * size]), seq.blocks[i])

@@ -64,11 +64,15 @@ class Model:
     def held(self) -> set:
         return {copy for request in self.requests.values() for copy in request.copies}
 
-    def evictable(self) -> list[tuple]:
-        """Prefixes that nobody holds and that lead to nothing held, oldest first; sets their age."""
+    def idle(self) -> list[tuple]:
+        """Prefixes that nobody holds and that lead to nothing held."""
         held = self.held()
         wanted = {key[: 1 + n] for key, e in self.index.items() if e.copy in held for n in range(len(key))}
-        idle = [key for key in self.index if key not in wanted]
+        return [key for key in self.index if key not in wanted]
+
+    def evictable(self) -> list[tuple]:
+        """Prefixes that nobody holds and that lead to nothing held, oldest first; sets their age."""
+        idle = self.idle()
         for key in set(self.index) - set(idle):
             self.index[key].since = None
         for key in sorted((k for k in idle if self.index[k].since is None), key=len, reverse=True):
@@ -134,11 +138,16 @@ class Model:
             if entry is not None and entry.uid == request.known[-1]:
                 break
             request.known.pop()
+        idle = self.idle()
+        for i in range(len(request.known)):
+            if request.prefix(i) in idle:  # only the cache has the other copy: this one takes its place
+                entry = self.index[request.prefix(i)]
+                entry.copy, entry.draft = request.copies[i], True
         for i in range(len(request.known), full):
             entry = self.index.get(request.prefix(i))
             if entry is None:
                 entry = self.index[request.prefix(i)] = Entry(self.tick(), request.copies[i])
-            elif not entry.draft and entry.copy not in self.held():
+            elif entry.copy not in self.held():
                 entry.copy, entry.draft = request.copies[i], True
             request.known.append(entry.uid)
 
