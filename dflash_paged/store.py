@@ -38,30 +38,8 @@ def v_columns(v_layout: str, tokens_per_block: int, device: torch.device | str =
     return offset - t + 4 * (t % 8 // 2) + 2 * (t // 8) + t % 2
 
 # %% ../notebooks/03_store.ipynb #ed96e2cc
-@dataclass(frozen=True, eq=False)
-class PageView:
-    """One layer's pages, as every writer and reader sees them; checked when it is made.
-
-    Shapes: `k` NHD `[num_pages, tokens_per_block, n_kv, D]` or HND `[num_pages, n_kv, tokens_per_block, D]`;
-    `v` the same, or `[num_pages, n_kv, D, tokens_per_block]` where `v_layout` is transposed. Both are
-    usually strided views of a page-major pool. A stored value times its scale is the value that was meant.
-
-    Raises: `ValueError` for dtypes, shapes, devices, strides, layouts or scales that don't fit. fp8 pages
-    need both scales: pass ones to ask for a scale of 1.0. With `DFLASH_PAGED_DEBUG=1` also for a scale
-    that isn't positive and finite.
-    """
-
-    k: torch.Tensor  # fp32, bf16, fp16 or fp8 e4m3
-    v: torch.Tensor  # dtype and device of k
-    layout: str = "NHD"  # or "HND"
-    v_layout: str = "row"  # or "transposed", "transposed16"
-    k_scale: torch.Tensor | None = None  # [n_kv] fp32
-    v_scale: torch.Tensor | None = None  # [n_kv] fp32
-    tokens_per_block: int = 32  # a power of two from 8 to 256
-    layer_idx: int = 0
-
-    def __post_init__(self):
-        _check_page_view(self)
+class _PageProperties:
+    """What follows from a view's tensors."""
 
     @cached_property
     def num_pages(self) -> int:
@@ -98,6 +76,32 @@ class PageView:
     def v_columns(self) -> torch.Tensor:
         """Where each token offset of a page is in transposed V, `[tokens_per_block]` int64."""
         return v_columns(self.v_layout, self.tokens_per_block, self.device)
+
+# %% ../notebooks/03_store.ipynb #a4c62b9c
+@dataclass(frozen=True, eq=False)
+class PageView(_PageProperties):
+    """One layer's pages, as every writer and reader sees them; checked when it is made.
+
+    Shapes: `k` NHD `[num_pages, tokens_per_block, n_kv, D]` or HND `[num_pages, n_kv, tokens_per_block, D]`;
+    `v` the same, or `[num_pages, n_kv, D, tokens_per_block]` where `v_layout` is transposed. Both are
+    usually strided views of a page-major pool. A stored value times its scale is the value that was meant.
+
+    Raises: `ValueError` for dtypes, shapes, devices, strides, layouts or scales that don't fit. fp8 pages
+    need both scales: pass ones to ask for a scale of 1.0. With `DFLASH_PAGED_DEBUG=1` also for a scale
+    that isn't positive and finite.
+    """
+
+    k: torch.Tensor  # fp32, bf16, fp16 or fp8 e4m3
+    v: torch.Tensor  # dtype and device of k
+    layout: str = "NHD"  # or "HND"
+    v_layout: str = "row"  # or "transposed", "transposed16"
+    k_scale: torch.Tensor | None = None  # [n_kv] fp32
+    v_scale: torch.Tensor | None = None  # [n_kv] fp32
+    tokens_per_block: int = 32  # a power of two from 8 to 256
+    layer_idx: int = 0
+
+    def __post_init__(self):
+        _check_page_view(self)
 
 # %% ../notebooks/03_store.ipynb #e3270a65
 def _check_page_view(view: PageView) -> None:
@@ -178,7 +182,7 @@ def make_cos_sin(
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
     return (torch.cat([angles.cos(), angles.sin()], -1) * factor).to(device)
 
-
+# %% ../notebooks/03_store.ipynb #5d3e2ce4
 def _rope_type(rope_scaling: dict | None) -> str:
     if not rope_scaling:
         return "default"
@@ -243,12 +247,12 @@ def apply_rope_ref(
     return torch.cat(parts, -1).to(x.dtype)
 
 # %% ../notebooks/03_store.ipynb #7f728950
-def _slot_range(slots: torch.Tensor, page_view: PageView) -> int:
+def _lowest_slot(slots: torch.Tensor, page_view: PageView, name: str = "slots") -> int:
     """The smallest slot; `ValueError` where one lies past the pool."""
     low, high = (int(bound) for bound in slots.aminmax())
     if high >= page_view.num_slots:
         raise ValueError(
-            f"slots: expected less than {page_view.num_slots} ({page_view.num_pages} pages of "
+            f"{name}: expected less than {page_view.num_slots} ({page_view.num_pages} pages of "
             f"{page_view.tokens_per_block}), got {high}"
         )
     return low
@@ -282,7 +286,7 @@ def store_kv_ref(
     """Quantise rows and write them to their slots, in plain torch: the oracle of `store_kv`."""
     if not slots.numel():
         return
-    if _slot_range(slots, page_view) < 0:
+    if _lowest_slot(slots, page_view) < 0:
         keep = slots >= 0
         k, v, slots = k[keep], v[keep], slots[keep]
     _scatter(page_view, k.float(), v.float(), slots)
@@ -305,7 +309,7 @@ def context_rows_ref(
     rotated = apply_rope_ref(k.flatten(1, 2), positions, cos_sin, rope_interleaved)
     return rotated.view(n, layers, *k.shape[2:]), v
 
-
+# %% ../notebooks/03_store.ipynb #b700a054
 def store_draft_context_ref(
     kv: torch.Tensor,  # [N, L, 2, n_kv, D] fp32, bf16 or fp16: the fused projection, K first
     positions: torch.Tensor,  # [N] int64, absolute; free where no group has a slot
@@ -330,7 +334,7 @@ def store_draft_context_ref(
     if low < 0 or high >= cos_sin.shape[0]:
         got = low if low < 0 else high
         raise ValueError(f"positions: expected 0..{cos_sin.shape[0] - 1}, the rows of cos_sin, got {got}")
-    lows = [_slot_range(slot_mapping[group], view) for group, view in zip(layer_to_group, pages)]
+    lows = [_lowest_slot(slot_mapping[g], view, "slot_mapping") for g, view in zip(layer_to_group, pages)]
     k, v = context_rows_ref(
         kv, positions, cos_sin=cos_sin, k_norm_weight=k_norm_weight, eps=eps, rope_interleaved=rope_interleaved
     )
@@ -354,7 +358,7 @@ def read_rows_ref(
     if not slots.numel():
         empty = torch.zeros(0, page_view.num_kv_heads, page_view.head_dim, device=page_view.device)
         return empty, empty.clone()
-    absent = _slot_range(slots, page_view) < 0
+    absent = _lowest_slot(slots, page_view) < 0
     safe = slots.clamp(min=0) if absent else slots
     pages, offsets = safe // page_view.tokens_per_block, safe % page_view.tokens_per_block
     k_pages, v_pages = page_view.codes
@@ -371,7 +375,7 @@ def read_rows_ref(
         k, v = k.masked_fill(gone, 0.0), v.masked_fill(gone, 0.0)
     return k, v
 
-
+# %% ../notebooks/03_store.ipynb #f65efd2f
 def gather_pages_ref(
     page_view: PageView,
     page_ids: torch.Tensor,  # [P] int32 or int64, all of them pages of the view
@@ -426,6 +430,27 @@ def store_kv(
     store_kv_ref(k, v, slots, page_view)
 
 # %% ../notebooks/03_store.ipynb #da9733ad
+def _check_layers(pages, layer_to_group, num_layers, num_groups, num_kv_heads, head_dim, device) -> None:
+    if len(pages) != num_layers:
+        raise ValueError(f"pages: expected {num_layers} views, one a layer of kv, got {len(pages)}")
+    if len(layer_to_group) != num_layers:
+        raise ValueError(f"layer_to_group: expected {num_layers} entries, got {len(layer_to_group)}")
+    for i, group in enumerate(layer_to_group):
+        check_int(f"layer_to_group[{i}]", group, 0, num_groups - 1)
+    geometry = lambda v: (v.num_kv_heads, v.head_dim, v.dtype, v.layout, v.v_layout, v.tokens_per_block)
+    for i, view in enumerate(pages):
+        _check_view(f"pages[{i}]", view)
+        if geometry(view) != geometry(pages[0]):
+            raise ValueError(f"pages[{i}]: expected the geometry {geometry(pages[0])}, got {geometry(view)}")
+        if (view.num_kv_heads, view.head_dim) != (num_kv_heads, head_dim):
+            raise ValueError(
+                f"pages[{i}]: expected {num_kv_heads} KV heads of {head_dim} as in kv, "
+                f"got {view.num_kv_heads} of {view.head_dim}"
+            )
+        if view.device != device:
+            raise ValueError(f"pages[{i}]: expected pages on {device}, got {view.device}")
+
+# %% ../notebooks/03_store.ipynb #1d787481
 def store_draft_context(
     kv: torch.Tensor,  # [N, L, 2, n_kv, D] fp32, bf16 or fp16: the fused projection, K first
     positions: torch.Tensor,  # [N] int64, absolute; free where no group has a slot
@@ -466,27 +491,6 @@ def store_draft_context(
         kv, positions, slot_mapping, pages, layer_to_group,
         cos_sin=cos_sin, k_norm_weight=k_norm_weight, eps=eps, rope_interleaved=rope_interleaved,
     )
-
-
-def _check_layers(pages, layer_to_group, num_layers, num_groups, num_kv_heads, head_dim, device) -> None:
-    if len(pages) != num_layers:
-        raise ValueError(f"pages: expected {num_layers} views, one a layer of kv, got {len(pages)}")
-    if len(layer_to_group) != num_layers:
-        raise ValueError(f"layer_to_group: expected {num_layers} entries, got {len(layer_to_group)}")
-    for i, group in enumerate(layer_to_group):
-        check_int(f"layer_to_group[{i}]", group, 0, num_groups - 1)
-    geometry = lambda v: (v.num_kv_heads, v.head_dim, v.dtype, v.layout, v.v_layout, v.tokens_per_block)
-    for i, view in enumerate(pages):
-        _check_view(f"pages[{i}]", view)
-        if geometry(view) != geometry(pages[0]):
-            raise ValueError(f"pages[{i}]: expected the geometry {geometry(pages[0])}, got {geometry(view)}")
-        if (view.num_kv_heads, view.head_dim) != (num_kv_heads, head_dim):
-            raise ValueError(
-                f"pages[{i}]: expected {num_kv_heads} KV heads of {head_dim} as in kv, "
-                f"got {view.num_kv_heads} of {view.head_dim}"
-            )
-        if view.device != device:
-            raise ValueError(f"pages[{i}]: expected pages on {device}, got {view.device}")
 
 # %% ../notebooks/03_store.ipynb #d9985eed
 def calibrate_scales(

@@ -425,7 +425,7 @@ def test_a_slot_past_the_pool_is_refused_before_any_write(rng):
     kv, arguments, views, pools = context_case(rng, torch.float32)
     before = [p.clone() for p in pools]
     slots = torch.stack([torch.arange(9), torch.arange(72, 81)])
-    with pytest.raises(ValueError, match=r"slots: expected less than 80 \(5 pages of 16\), got 80"):
+    with pytest.raises(ValueError, match=r"slot_mapping: expected less than 80 \(5 pages of 16\), got 80"):
         store_draft_context_ref(kv, torch.arange(9), slots, views, [0, 0, 1], **arguments)
     with pytest.raises(ValueError, match="slots: expected less than 80"):
         store_kv(*rows(1, rng), i64([80]), views[0])
