@@ -80,12 +80,11 @@ class DenseContext(DenseBuffer):
     step: DraftStep | None = None
 
     def _rows(self, step: DraftStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slot and row of each of the step's N rows."""
-        slots = [0 if i is None else self.slot_of[i] for i in step.sequence_ids]
-        counts = step.row_start_loc[1:] - step.row_start_loc[:-1]
-        slots = torch.tensor(slots, device=self.k_buf.device).repeat_interleave(counts.to(self.k_buf.device))
-        base = torch.tensor(self.ctx_base, device=self.k_buf.device)[slots]
-        return slots, step.inputs.context_positions[: len(slots)] - base
+        """Slot and row of each of the step's N rows; padded requests have no rows."""
+        device = self.k_buf.device
+        slots = torch.tensor([0 if i is None else self.slot_of[i] for i in step.sequence_ids], device=device)
+        slots = slots.repeat_interleave((step.row_start_loc[1:] - step.row_start_loc[:-1]).to(device))
+        return slots, step.row_positions[: len(slots)] - torch.tensor(self.ctx_base, device=device)[slots]
 
     def store(self, step: DraftStep, features: torch.Tensor) -> None:
         """Write all rows of the step, rejected ones too: `ctx_len` says which of them count."""
@@ -93,15 +92,17 @@ class DenseContext(DenseBuffer):
         model, kv = self.model, self.model.project_context(features)
         slots, rows = self._rows(step)
         keep = (rows >= 0) & (rows < self.capacity)
-        for layer in range(kv.shape[1]):
-            k = rms_norm_ref(kv[:, layer, 0], model.fused_kv()[2][layer], model.config.rms_norm_eps)
-            k = apply_rope_ref(k, step.inputs.context_positions[: len(k)], model.cos_sin)
-            self.k_buf[slots[keep], layer, rows[keep]] = k[keep].to(self.k_buf.dtype)
-            self.v_buf[slots[keep], layer, rows[keep]] = kv[keep, layer, 1].to(self.v_buf.dtype)
+        slots, rows, positions, kv = slots[keep], rows[keep], step.row_positions[: len(keep)][keep], kv[keep]
+        for layer, norm in enumerate(model.fused_kv()[2]):
+            k = rms_norm_ref(kv[:, layer, 0], norm, model.config.rms_norm_eps)
+            k = apply_rope_ref(k, positions, model.cos_sin)
+            self.k_buf[slots, layer, rows] = k.to(self.k_buf.dtype)
+            self.v_buf[slots, layer, rows] = kv[:, layer, 1].to(self.v_buf.dtype)
         for i, end in zip(step.sequence_ids, step.inputs.ctx_lens.tolist()):
             if i is not None:
                 slot = self.slot_of[i]
-                self.ctx_len[slot] = max(end - self.ctx_base[slot], 0)
+                most = self.capacity - model.config.draft_block_size  # the block's rows still fit behind
+                self.ctx_len[slot] = min(max(end - self.ctx_base[slot], 0), most)
 
     def attend(self, layer: int, q: torch.Tensor, k_noise: torch.Tensor, v_noise: torch.Tensor) -> torch.Tensor:
         """Append the block's rows at each slot's `ctx_len`, as flash-attn's kv-cache call does, and attend."""

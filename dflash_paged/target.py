@@ -187,6 +187,8 @@ class PagedTarget(TargetModel):
                 input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False,
                 paged_batch=batch,
             ).last_hidden_state[0]
+            # transformers' last entry of hidden_states is taken after the final norm
+            self._features[self.num_layers - 1] = hidden[None]
             kept = [self._features[i][0] for i in self.target_layer_ids]
         finally:
             self.model.set_attn_implementation(own)
