@@ -77,7 +77,7 @@ def _load_request(page_view, table_row, start, ctx_len, k_new, v_new, window, dt
     k, v = torch.cat([k.to(dtype), k_new]), torch.cat([v.to(dtype), v_new])
     return _Request(k, v, count, positions, ctx_len, k_scale, v_scale)
 
-
+# %% ../notebooks/04_attention.ipynb #f9ba09a0
 def _hidden_context(request: _Request, rows: slice, window: int | None):
     """[rows, C] bool, True where the window hides a context row; None where it hides none."""
     if window is None or not request.num_context:
@@ -271,7 +271,7 @@ def _check_call(q, page_view, block_table, ctx_starts, ctx_lens, k, v, names, sl
     rows = (*q.shape[:-2], num_kv_heads, dim)
     check_strided(names[0], k, rows, QUERY_DTYPES, device)
     check_strided(names[1], v, rows, k.dtype, device)
-    check_strided("block_table", block_table, (None, None), torch.int32, device)
+    check_strided("block_table", block_table, (q.shape[0] if q.dim() == 4 else None, None), torch.int32, device)
     num_reqs = block_table.shape[0]
     check_strided("ctx_starts", ctx_starts, (num_reqs,), torch.int32, device)
     check_strided("ctx_lens", ctx_lens, (num_reqs,), torch.int32, device)
@@ -288,6 +288,10 @@ def _check_call(q, page_view, block_table, ctx_starts, ctx_lens, k, v, names, sl
                 raise ValueError(f"{name}: expected values >= 0, got {values.tolist()}")
 
 
+def _shape_of(value: object) -> str:
+    return str(list(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+
+# %% ../notebooks/04_attention.ipynb #8ced2405
 def draft_attention(
     q: torch.Tensor,  # [R, Q, H, D] fp32, bf16 or fp16 (fp64 for tests), Q in 1..64
     page_view: PageView,
@@ -321,16 +325,10 @@ def draft_attention(
         q, page_view, block_table, ctx_starts, ctx_lens, k_noise, v_noise, ("k_noise", "v_noise"),
         sliding_window, sm_scale, out, lse,
     )
-    if block_table.shape[0] != q.shape[0]:
-        raise ValueError(f"block_table: expected {q.shape[0]} rows, one a request of q, got {block_table.shape[0]}")
     return draft_attention_ref(
         q, page_view, block_table, ctx_starts, ctx_lens, k_noise, v_noise, causal=causal,
         sliding_window=sliding_window, mode=mode, sm_scale=sm_scale, out=out, lse=lse,
     )
-
-
-def _shape_of(value: object) -> str:
-    return str(list(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
 
 # %% ../notebooks/04_attention.ipynb #18871bc4
 def prefill_attention(
