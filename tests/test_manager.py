@@ -1,4 +1,4 @@
-"""The manager: registration, budget, steps, prefix reuse and its errors. Random histories: test_manager_model."""
+"""The manager: registration, budget, steps, prefix reuse, errors. Random histories: test_manager_model."""
 
 import copy
 
@@ -14,7 +14,7 @@ from dflash_paged.manager import (
     get_num_spec_layers,
     get_pp_layers,
 )
-from dflash_paged.memory import LayerSpec
+from dflash_paged.memory import LayerSpec, blocks_held, bytes_per_token, paged_cost
 
 TPB = 8
 TARGET, DRAFT = LayerSpec(2, 16, "float32"), LayerSpec(1, 8, "float32")
@@ -49,9 +49,18 @@ def run(m: KVCacheManager, request_id: int, tokens: list[int], **options):
 def snapshot(m: KVCacheManager) -> tuple:
     """All that a call could change, in an order that matters."""
     pool, index = m._ledger.pool, m._ledger.index
-    nodes = {k: (n.tokens, n.block, n.draft_complete, n.pins, list(n.children)) for k, n in index.nodes.items()}
+    nodes = {
+        k: (n.tokens, n.block, n.draft_complete, n.pins, list(n.children)) for k, n in index.nodes.items()
+    }
     sequences = {
-        i: (list(s.tokens), list(s.blocks), [n.key for n in s.nodes], s.ctx_start, s.reserved_end, s.publishes)
+        i: (
+            list(s.tokens),
+            list(s.blocks),
+            [n.key for n in s.nodes],
+            s.ctx_start,
+            s.reserved_end,
+            s.publishes,
+        )
         for i, s in m._sequences.items()
     }
     state = (pool.ref_counts, pool.free, pool.num_referenced, nodes, list(index.evictable), list(index.roots))
@@ -83,7 +92,12 @@ def test_spec_layers_follow_the_targets_on_the_last_rank_only():
 
 @pytest.mark.parametrize(
     "args, words",
-    [((0, 1), "num_target_layers"), ((4, 1, 5), "pp_size"), ((4, 1, 2, 2), "pp_rank"), ((4, 1, 1, 0, [True]), "layer_mask")],
+    [
+        ((0, 1), "num_target_layers"),
+        ((4, 1, 5), "pp_size"),
+        ((4, 1, 2, 2), "pp_rank"),
+        ((4, 1, 1, 0, [True]), "layer_mask"),
+    ],
 )
 def test_impossible_pipeline_cuts_are_refused(args, words):
     with pytest.raises(ValueError, match=words):
@@ -102,7 +116,10 @@ def test_views_are_strided_windows_of_one_page_major_pool(kv_layout):
                 assert pages.stride() == pool[:, j, field].stride()
                 assert pages.stride(0) == len(layers) * 2 * pages[0].numel(), "page-major"
             assert (view.layout, view.layer_idx, view.tokens_per_block) == (kv_layout, layer_idx, TPB)
-            assert (view.num_pages, view.num_kv_heads, view.head_dim) == (10, *((2, 16), (1, 8))[layer_idx >= 2])
+            assert (view.num_pages, view.num_kv_heads, view.head_dim) == (
+                10,
+                *((2, 16), (1, 8))[layer_idx >= 2],
+            )
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
@@ -139,7 +156,7 @@ def test_the_bytes_billed_are_the_bytes_allocated(target_dtype, draft_kv_dtype):
 
 def test_inheriting_from_mixed_target_dtypes_is_refused():
     mixed = [LayerSpec(2, 16, "bfloat16"), LayerSpec(2, 16, "float8_e4m3fn")]
-    with pytest.raises(ValueError, match="draft_kv_dtype.*bfloat16, float8_e4m3fn"):
+    with pytest.raises(ValueError, match="draft_kv_dtype.*bfloat16 and float8_e4m3fn"):
         make_manager(target_layers=mixed)
     assert make_manager(target_layers=mixed, draft_kv_dtype="bfloat16").layers[2].dtype == "bfloat16"
     assert make_manager(target_layers=mixed, draft_layers=[]).num_target_layers == 2
@@ -187,7 +204,11 @@ def test_bad_settings_are_refused_by_name(changes, words):
 def test_both_sizes_at_once_are_refused():
     with pytest.raises(ValueError, match="exactly one"):
         KVCacheManager(
-            target_layers=[TARGET], num_blocks=4, kv_cache_bytes=10**6, max_seq_len=64, max_batch_size=1,
+            target_layers=[TARGET],
+            num_blocks=4,
+            kv_cache_bytes=10**6,
+            max_seq_len=64,
+            max_batch_size=1,
             num_lookahead_tokens=1,
         )
 
@@ -277,7 +298,7 @@ def test_preparing_again_replaces_the_reservation():
 
 
 def test_every_block_can_be_held_there_is_no_scratch_page():
-    """Pitfall 2: a scratch row sized from another number aliases a live one. Padding is -1 and owns nothing."""
+    """Pitfall 2: a scratch row of the wrong size aliases a live one. Padding is -1 and owns nothing."""
     m = make_manager(num_blocks=8, max_batch_size=4)
     for request_id in range(4):
         m.add_sequence(request_id, [request_id] * 12)
@@ -359,10 +380,30 @@ def test_without_prefix_reuse_nothing_is_published_and_all_can_be_rewound():
     assert m.stats().num_free == 10
 
 
+@pytest.mark.parametrize("num_lookahead_tokens", [1, 4, 9])
+def test_the_planner_and_the_manager_count_the_same_blocks_and_bytes(num_lookahead_tokens):
+    m = make_manager(num_blocks=40, num_lookahead_tokens=num_lookahead_tokens)
+    assert m.get_cache_size_per_token() == bytes_per_token(m.layers)
+    lengths = [1, 8, 30, 63]
+    for request_id, length in enumerate(lengths):
+        run(m, request_id, [request_id] * length)
+        assert m.blocks_for(length) == blocks_held(
+            length, tokens_per_block=TPB, num_lookahead_tokens=num_lookahead_tokens, max_seq_len=64
+        )
+    m.prepare_resources([(i, 0) for i in range(4)])
+    cost = paged_cost(
+        m.layers, lengths, max_seq_len=64, num_draft_tokens=num_lookahead_tokens - 1, tokens_per_block=TPB
+    )
+    assert m.stats().used_bytes == cost.held_bytes
+    assert m.stats().fragmentation_bytes == cost.lookahead_bytes + cost.rounding_bytes
+
+
 # Prefix reuse
 
 
-@pytest.mark.parametrize("num_tokens, reused", [(1, 0), (8, 0), (9, 1), (16, 1), (17, 2), (24, 2), (25, 3), (40, 3)])
+@pytest.mark.parametrize(
+    "num_tokens, reused", [(1, 0), (8, 0), (9, 1), (16, 1), (17, 2), (24, 2), (25, 3), (40, 3)]
+)
 def test_a_hit_takes_every_full_block_before_the_last_token(num_tokens, reused):
     """Pitfall 20: the last block is dropped as if the draft needed the next token."""
     m = make_manager()
@@ -511,6 +552,39 @@ def test_two_requests_that_compute_the_same_block_keep_their_own():
     assert m.stats().num_cached == 0, "the second copy is free at once"
     m.free_resources(0)
     assert m.stats().num_cached == 2
+
+
+def test_publishing_never_makes_an_available_block_unavailable():
+    """What admission promised to others stays there while a request only commits what it has reserved."""
+    m = make_manager()
+    for request_id in (0, 1):
+        m.add_sequence(request_id, list(range(20)))
+    m.prepare_resources([(0, 20), (1, 20)])
+    m.update_resources([(i, list(range(20))) for i in (0, 1)])  # request 1 holds copies
+    m.free_resources(0)
+    m.prepare_resources([(1, 0)])
+    copies, available = m.get_batch_cache_indices([1])[0], m.num_available_blocks()
+    m.update_resources([(1, [20, 21, 22, 23])])  # its third block is published behind two cached ones
+    m.check_invariants()
+    assert m.num_available_blocks() == available
+    assert m.stats().num_published == 3 and m.stats().num_cached == 0, "they moved onto its copies"
+    assert m.get_batch_cache_indices([1])[0] == copies
+    assert m.add_sequence(2, list(range(25))).num_reused_blocks == 3
+    assert m.get_batch_cache_indices([2])[0] == copies
+
+
+def test_nothing_is_left_of_a_tenant_whose_blocks_are_gone():
+    m = make_manager(max_seq_len=128)
+    run(m, 0, [1] * 16, salt="one")
+    run(m, 1, [1] * 8, salt="two")
+    m.free_resources(0)
+    m.free_resources(1)
+    assert set(m._ledger.index.roots) == {"one", "two"}
+    m.add_sequence(2, [2])
+    m.prepare_resources([(2, 68)])
+    assert set(m._ledger.index.roots) == {"two"}
+    m.prepare_resources([(2, 72)])
+    assert m._ledger.index.roots == {} == m._ledger.index.nodes
 
 
 def test_a_copy_is_published_when_the_first_one_was_evicted():
@@ -663,7 +737,9 @@ def test_admission_counts_the_hit_and_the_cached_blocks_that_it_pins():
     m.free_resources(0)
     assert m.num_available_blocks() == 8 and m.stats().num_cached == 3
     prompt = list(range(28))
-    assert m.blocks_to_admit(prompt, 28) == [4] == m.blocks_to_admit([9] * 28, 28), "cached ones are taken, too"
+    assert m.blocks_to_admit(prompt, 28) == [4] == m.blocks_to_admit([9] * 28, 28), (
+        "cached ones are taken, too"
+    )
     assert m.blocks_to_admit(prompt, 50) == [7] and m.blocks_to_admit(prompt, 8) == [3]
     run(m, 1, prompt)
     assert m.num_available_blocks() == 4
@@ -735,7 +811,9 @@ def test_a_bad_entry_fails_the_whole_batch_and_nothing_else_happens():
         ((2, 62), ValueError, "request 2.*max_seq_len 64"),
     ]:
         assert_refused(m, error, words, lambda: m.prepare_resources([*good, entry]))  # noqa: B023
-    assert_refused(m, ValueError, "at most 4 requests", lambda: m.prepare_resources([(i, 0) for i in range(5)]))
+    assert_refused(
+        m, ValueError, "at most 4 requests", lambda: m.prepare_resources([(i, 0) for i in range(5)])
+    )
     m.prepare_resources([(i, 0) for i in range(4)])
     kept = [(0, [7] * 4), (1, [7] * 2)]
     for entry, error, words in [
