@@ -37,8 +37,8 @@ def readable_rows_ref(
         return empty, empty, None
     first = start // tokens
     page_ids = table_row[first : -(-stop // tokens)]
-    low, high = page_ids.aminmax()
-    if int(low) >= 0 and int(high) < page_view.num_pages:
+    ids = page_ids.tolist()
+    if min(ids) >= 0 and max(ids) < page_view.num_pages:
         k, v = gather_pages_ref(page_view, page_ids)
         rows = slice(start - first * tokens, stop - first * tokens)
         return k[rows], v[rows], None
@@ -115,7 +115,9 @@ def _attend(
     num_kv_heads, context = request.k.shape[1], request.num_context
     group = heads // num_kv_heads
     keys = rows.stop if causal else request.k.shape[0] - context
-    k, v = request.k[: context + keys], request.v[: context + keys]
+    k, v = request.k, request.v
+    if context + keys < k.shape[0]:
+        k, v = k[: context + keys], v[: context + keys]
 
     q = (q.to(k.dtype) * sm_scale).view(n, num_kv_heads, group, dim).transpose(0, 1)
     logits = torch.bmm(q.reshape(num_kv_heads, n * group, dim), k.permute(1, 2, 0))
@@ -132,9 +134,9 @@ def _attend(
     values = torch.bmm(torch.softmax(logits, -1), v.transpose(0, 1))
     if request.v_scale is not None:
         values *= request.v_scale
-    out.unflatten(1, (num_kv_heads, group)).copy_(values.view(num_kv_heads, n, group, dim).transpose(0, 1))
+    out.view(n, num_kv_heads, group, dim).copy_(values.view(num_kv_heads, n, group, dim).transpose(0, 1))
     if lse is not None:
-        lse.unflatten(1, (num_kv_heads, group)).copy_(torch.logsumexp(by_row, -1).transpose(0, 1))
+        lse.view(n, num_kv_heads, group).copy_(torch.logsumexp(by_row, -1).transpose(0, 1))
 
 
 def _compute_dtype(q: torch.Tensor) -> torch.dtype:

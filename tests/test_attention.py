@@ -130,7 +130,7 @@ def assert_close(got, want, relative=1e-5):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", [None, 1, 3, 9, 100])
+@pytest.mark.parametrize("window", [None, 1, 3, 4, 9, 100])  # 4 hides one pair of 5 rows
 def test_draft_attention_is_its_definition(causal, window):
     """Pitfalls 23, 24: the window applies, two-sided unless causal. Empty context, page boundary +-1."""
     case = Case([0, 1, 7, 8, 9, 16, 31], num_query_rows=5)
@@ -205,11 +205,15 @@ def test_sm_scale_replaces_the_default():
     assert_close(case.run(sm_scale=0.7), oracle(case, sm_scale=0.7)[0])
 
 
-def test_queries_may_be_a_strided_slice_of_a_fused_projection():
+def test_tensors_may_be_strided_slices_of_others():
+    """Queries and noise out of one fused projection, results into wider ones."""
     case = Case([9, 20])
     fused = torch.randn(2, 4, 10, 16, generator=generator(3))
     case.q, case.k_noise, case.v_noise = fused[:, :, :6], fused[:, :, 6:8], fused[:, :, 8:]
-    assert_close(case.run(), oracle(case)[0])
+    out, lse = torch.zeros(2, 4, 9, 20)[:, :, 1:7, :16], torch.zeros(2, 8, 6)[:, ::2]
+    want, want_lse = oracle(case)
+    assert_close(case.run(out=out, lse=lse), want)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
 
 
 # ------------------------------------------------------------------ page formats
@@ -453,8 +457,12 @@ def test_a_window_reads_only_its_pages():
     """Pitfalls 22, 23: pages wholly out of the window may be gone, and hold NaN where they are not."""
     case = Case([40], num_query_rows=3)
     want = oracle(case, window=10)[0]
-    case.table[0, :3] = -1  # the nearest row of the first query is 31
+    case.table[0, :3] = -1  # the first query, at 40, reads back to row 31
+    page = case.table[0, 3].item()
+    for codes in case.view.codes:
+        codes[page, : 31 - 24] = NAN
     assert_close(case.run(sliding_window=10), want)
+    assert_close(case.run(call=prefill_by_requests, sliding_window=10), oracle(case, causal=True, window=10)[0])
     k, v, positions = readable_rows_ref(case.view, case.table[0], 31, 40)
     assert k.shape[0] == v.shape[0] == 9 and positions is None
 
@@ -531,6 +539,8 @@ def test_values_are_checked_in_debug_mode_only(monkeypatch):
     arguments = {**draft_arguments(), "ctx_lens": i32([5, -1])}
     monkeypatch.delenv("DFLASH_PAGED_DEBUG", raising=False)
     assert torch.isfinite(draft_attention(**arguments)).all()
+    before_zero = draft_attention(**{**draft_arguments(), "ctx_starts": i32([-3, -40])})
+    assert torch.equal(before_zero, draft_attention(**draft_arguments()))
     monkeypatch.setenv("DFLASH_PAGED_DEBUG", "1")
     with pytest.raises(ValueError, match="ctx_lens: expected values >= 0"):
         draft_attention(**arguments)
