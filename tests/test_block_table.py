@@ -179,6 +179,17 @@ def test_a_bad_page_id_becomes_no_slot(page):
     assert result.ctx_lens.tolist() == [9]
 
 
+def test_a_negative_position_has_no_slot():
+    """Pitfall 4: it isn't wrapped to the end of a page."""
+    result = build_draft_inputs(
+        i64([7]), i64([-2, -1, 0]), i32([0, 3]), i32([0]), i32([[[2]]]),
+        tokens_per_block=8, mask_token_id=MASK, num_draft_tokens=0,
+    )
+    assert result.context_slot_mapping.tolist() == [[-1, -1, 16]]
+    verify = build_verify_inputs(i64([7]), i64([[1, 1]]), i32([-2]), i32([[[2]]]), tokens_per_block=8)
+    assert verify.slot_mapping.tolist() == [[-1, -1, 16]]
+
+
 def test_rows_past_the_table_have_no_slot_in_prefill_and_decode():
     """Pitfall 5: both phases are bounded by the row's own table width."""
     for token in (-1, 7):
