@@ -399,10 +399,10 @@ def _shards(directory: Path, what: str) -> list[str]:
     if (directory / "model.safetensors").is_file():
         return ["model.safetensors"]
     index = _read_json(directory / "model.safetensors.index.json", what).get("weight_map")
-    shards = sorted(set(index.values())) if isinstance(index, dict) else []
+    shards = sorted({s for s in index.values() if isinstance(s, str)}) if isinstance(index, dict) else []
     missing = [s for s in shards if Path(s).name != s or not (directory / s).is_file()]
     if missing or not shards:
-        got = f"no {missing[0]}" if missing else "an index without a weight_map"
+        got = f"no {missing[0]}" if missing else "an index without file names"
         raise ModelError(f"{what}: expected {len(shards)} files of weights, got {got}; fetch the rest of it")
     return shards
 
