@@ -28,7 +28,8 @@ def readable_rows_ref(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gather a request's rows: k, v `[C, n_kv, D]` in the pages' dtype, and their positions.
 
-    The positions are None where they are start, start + 1, ... up to stop. Pages that don't exist are left out.
+    The positions are None where they are start, start + 1, ... up to stop. Pages that don't exist are left
+    out.
     """
     tokens = page_view.tokens_per_block
     start, stop = max(start, 0), min(stop, table_row.shape[0] * tokens)
@@ -64,7 +65,7 @@ class _Request(NamedTuple):
 
 
 def _load_request(page_view, table_row, start, ctx_len, k_new, v_new, window, dtype) -> _Request:
-    """Read what the first query row (at ctx_len), and so any row, may see of the context; append the suffix."""
+    """Read what the first query row, and so any row, may see of the context; append the suffix."""
     first = start if window is None else max(start, ctx_len - window + 1)
     k, v, positions = readable_rows_ref(page_view, table_row, first, ctx_len)
     count = k.shape[0]
@@ -83,7 +84,8 @@ def _hidden_context(request: _Request, rows: slice, window: int | None):
     if window is None or not request.num_context:
         return None
     # A context row lies before every query row, so only the far side of the window can hide it.
-    nearest = request.suffix_position + torch.arange(rows.start, rows.stop, device=request.k.device) - window + 1
+    row = torch.arange(rows.start, rows.stop, device=request.k.device)
+    nearest = request.suffix_position + row - window + 1
     hidden = request.context_positions < nearest[:, None]
     return hidden if bool(hidden[-1].any()) else None
 
@@ -242,7 +244,7 @@ def explain_backend(
     dtype = str(page_view.dtype).removeprefix("torch.")
     return Backend(
         "reference",
-        f"plain torch on {page_view.device} for {dtype} pages ({kind}{window}): this version has no kernel yet",
+        f"plain torch on {page_view.device} for {dtype} pages ({kind}{window}): no kernel in this version",
     )
 
 
@@ -254,7 +256,7 @@ def _check_view(page_view) -> None:
 def _check_mode(mode: str) -> None:
     check_choice("mode", mode, MODES)
     if mode == "fast":
-        raise ValueError("mode: expected 'exact', since no kernel of this version has fp8 products, got 'fast'")
+        raise ValueError("mode: expected 'exact', since nothing here has fp8 products, got 'fast'")
 
 
 def _check_window(sliding_window) -> None:
@@ -262,7 +264,9 @@ def _check_window(sliding_window) -> None:
         check_int("sliding_window", sliding_window, 1)
 
 # %% ../notebooks/04_attention.ipynb #ffb95b22
-def _check_call(q, page_view, block_table, ctx_starts, ctx_lens, k, v, names, sliding_window, sm_scale, out, lse):
+def _check_call(
+    q, page_view, block_table, ctx_starts, ctx_lens, k, v, names, sliding_window, sm_scale, out, lse
+) -> None:
     """The checks that both entry points share; none of them reads a value from the device."""
     _check_view(page_view)
     device, num_kv_heads, dim = page_view.device, page_view.num_kv_heads, page_view.head_dim
@@ -273,7 +277,8 @@ def _check_call(q, page_view, block_table, ctx_starts, ctx_lens, k, v, names, sl
     rows = (*q.shape[:-2], num_kv_heads, dim)
     check_strided(names[0], k, rows, QUERY_DTYPES, device)
     check_strided(names[1], v, rows, k.dtype, device)
-    check_strided("block_table", block_table, (q.shape[0] if q.dim() == 4 else None, None), torch.int32, device)
+    num_reqs = q.shape[0] if q.dim() == 4 else None
+    check_strided("block_table", block_table, (num_reqs, None), torch.int32, device)
     num_reqs = block_table.shape[0]
     check_strided("ctx_starts", ctx_starts, (num_reqs,), torch.int32, device)
     check_strided("ctx_lens", ctx_lens, (num_reqs,), torch.int32, device)
@@ -312,10 +317,10 @@ def draft_attention(
 ) -> torch.Tensor:  # out
     """Attend from Q rows a request to its readable paged rows and to the Q dense rows of the suffix.
 
-    Runs `draft_attention_ref` on the device of its tensors, whatever it is: this version has no kernel yet.
+    Runs `draft_attention_ref` on the device of its tensors, whatever it is: this version has no kernel.
 
-    Raises: `ValueError` naming the argument, what was expected and what came, before anything is written; with
-    `DFLASH_PAGED_DEBUG=1` also for negative starts or lengths.
+    Raises: `ValueError` naming the argument, what was expected and what came, before anything is written;
+    with `DFLASH_PAGED_DEBUG=1` also for negative starts or lengths.
     Source: TensorRT-LLM PR 16150 for the dense suffix; PR 17935 for the two-sided window.
     """
     _check_mode(mode)
@@ -350,10 +355,10 @@ def prefill_attention(
 ) -> torch.Tensor:  # out
     """Attend causally from chunks of any length to their paged prefix and to themselves (the target's).
 
-    Runs `prefill_attention_ref` on the device of its tensors, whatever it is: this version has no kernel yet.
+    Runs `prefill_attention_ref` on the device of its tensors, whatever it is: this version has no kernel.
 
-    Raises: `ValueError` naming the argument, what was expected and what came, before anything is written; with
-    `DFLASH_PAGED_DEBUG=1` also for row starts that don't ascend from 0 to at most N.
+    Raises: `ValueError` naming the argument, what was expected and what came, before anything is written;
+    with `DFLASH_PAGED_DEBUG=1` also for row starts that don't ascend from 0 to at most N.
     """
     if not isinstance(q, torch.Tensor) or q.dim() != 3:
         raise ValueError(f"q: expected shape [N, H, D], got {_shape_of(q)}")

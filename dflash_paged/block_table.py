@@ -286,7 +286,8 @@ def _check_draft_values(row_positions, row_start_loc, num_rejected) -> None:
         if not 0 <= rejected[r] <= b - a:
             raise ValueError(f"num_rejected: expected 0..{b - a} for request {r}, got {rejected[r]}")
         if any(q != p + 1 for p, q in zip(positions[a:b], positions[a + 1 : b])):
-            raise ValueError(f"row_positions: expected consecutive rows for request {r}, got {positions[a:b]}")
+            got = positions[a:b]
+            raise ValueError(f"row_positions: expected consecutive rows for request {r}, got {got}")
 
 # %% ../notebooks/02_block_table.ipynb #cf81ce42
 def build_draft_inputs(
@@ -321,7 +322,8 @@ def build_draft_inputs(
     check_strided("num_rejected", num_rejected, (num_reqs,), torch.int32, device)
     _check_tables(block_tables, num_reqs, tokens_per_block, num_pages, device)
     if out is not None:
-        _check_draft_out(out, block_tables.shape[0], row_positions.shape[0], num_reqs, num_draft_tokens, device)
+        groups, rows = block_tables.shape[0], row_positions.shape[0]
+        _check_draft_out(out, groups, rows, num_reqs, num_draft_tokens, device)
     if debug_checks_enabled():
         _check_draft_values(row_positions, row_start_loc, num_rejected)
     return build_draft_inputs_ref(

@@ -124,7 +124,8 @@ def _check_page_view(view: PageView) -> None:
     if view.k_scale is None:
         if view.k.dtype == torch.float8_e4m3fn:
             raise ValueError(
-                f"k_scale: expected a tensor of shape [{n_kv}] for fp8 pages (ones for a scale of 1.0), got None"
+                f"k_scale: expected a tensor of shape [{n_kv}] for fp8 pages (ones for a scale of 1.0), "
+                "got None"
             )
         return
     for name, scale in (("k_scale", view.k_scale), ("v_scale", view.v_scale)):
@@ -138,7 +139,7 @@ def quantise_ref(
     dtype: torch.dtype,  # of the pages
     scale: torch.Tensor | None = None,  # [n_kv] fp32; None divides by nothing
 ) -> torch.Tensor:  # same shape, `dtype`
-    """Divide, clamp to the finite range of `dtype` (infinities saturate), round to nearest even; NaN stays."""
+    """Divide, clamp to `dtype`'s finite range (infinities saturate), round to nearest even; NaN stays."""
     if scale is not None:
         x = x / scale[:, None]
     limit = torch.finfo(dtype).max
@@ -200,10 +201,9 @@ def _scaled_inv_freq(rotary_dim: int, theta: float, rope_scaling: dict, max_posi
         kind, ["factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"]
     )
     for name in needed:
-        if not isinstance(rope_scaling.get(name), (int, float)):
-            raise ValueError(
-                f"rope_scaling[{name!r}]: expected a number for rope_type {kind!r}, got {rope_scaling.get(name)!r}"
-            )
+        got = rope_scaling.get(name)
+        if not isinstance(got, (int, float)):
+            raise ValueError(f"rope_scaling[{name!r}]: expected a number for rope_type {kind!r}, got {got!r}")
     config = Qwen3Config(
         hidden_size=rotary_dim, num_attention_heads=1, num_key_value_heads=1, head_dim=rotary_dim,
         rope_theta=theta, max_position_embeddings=max_positions,
@@ -336,7 +336,8 @@ def store_draft_context_ref(
         raise ValueError(f"positions: expected 0..{cos_sin.shape[0] - 1}, the rows of cos_sin, got {got}")
     lows = [_lowest_slot(slot_mapping[g], view, "slot_mapping") for g, view in zip(layer_to_group, pages)]
     k, v = context_rows_ref(
-        kv, positions, cos_sin=cos_sin, k_norm_weight=k_norm_weight, eps=eps, rope_interleaved=rope_interleaved
+        kv, positions, cos_sin=cos_sin, k_norm_weight=k_norm_weight, eps=eps,
+        rope_interleaved=rope_interleaved,
     )
     for i, view in enumerate(pages):
         slots = slot_mapping[layer_to_group[i]]
@@ -414,10 +415,10 @@ def store_kv(
 ) -> None:
     """Quantise rows that already carry RoPE (the target's) and write them to their slots.
 
-    Runs `store_kv_ref` on the device of its tensors, whatever it is: this version has no kernel for it yet.
+    Runs `store_kv_ref` on the device of its tensors, whatever it is: this version has no kernel for it.
 
-    Raises: `ValueError` naming the argument, what was expected and what came, before anything is written. The
-    reference also checks that slots lie in the pool; a kernel will do so, and skip such rows otherwise, only with
+    Raises: `ValueError` naming the argument, what was expected and what came, before anything is written.
+    The reference also raises for a slot past the pool; a kernel will skip such a row, and raise only with
     `DFLASH_PAGED_DEBUG=1`, which also asks for distinct slots.
     """
     _check_view("page_view", page_view)
@@ -465,12 +466,12 @@ def store_draft_context(
 ) -> None:
     """Store all draft layers' rows: RMSNorm and RoPE on K, V plain, quantised, through the slots.
 
-    Runs `store_draft_context_ref` on the device of its tensors, whatever it is: this version has no kernel for
-    it yet.
+    Runs `store_draft_context_ref` on the device of its tensors, whatever it is: this version has no kernel
+    for it.
 
-    Raises: `ValueError` naming the argument, what was expected and what came, before anything is written. The
-    reference also checks that positions lie in `cos_sin` and slots in the pools; a kernel will do so only with
-    `DFLASH_PAGED_DEBUG=1`, which also asks for distinct slots.
+    Raises: `ValueError` naming the argument, what was expected and what came, before anything is written.
+    The reference also raises for a position past `cos_sin` or a slot past a pool; a kernel will do so only
+    with `DFLASH_PAGED_DEBUG=1`, which also asks for distinct slots.
     Source: TensorRT-LLM `dflash.py`, SGLang's fused store, for what is stored; the design page for the rest.
     """
     check_strided("kv", kv, (None, None, 2, None, None), ROW_DTYPES)
@@ -516,7 +517,8 @@ def calibrate_scales(
         if not kv.shape[0]:
             continue
         rows = context_rows_ref(
-            kv, positions, cos_sin=cos_sin, k_norm_weight=k_norm_weight, eps=eps, rope_interleaved=rope_interleaved
+            kv, positions, cos_sin=cos_sin, k_norm_weight=k_norm_weight, eps=eps,
+            rope_interleaved=rope_interleaved,
         )
         new = torch.stack([x.abs().amax((0, 3)) for x in rows])
         amax = new if amax is None else torch.maximum(amax, new)
@@ -524,6 +526,7 @@ def calibrate_scales(
         raise ValueError("batches: expected at least one row to calibrate on, got none")
     if not bool(torch.isfinite(amax).all()):
         part, layer, head = (~torch.isfinite(amax)).nonzero()[0].tolist()
-        raise ValueError(f"batches: expected finite values, got others in {'KV'[part]} of layer {layer}, head {head}")
+        place = f"{'KV'[part]} of layer {layer}, head {head}"
+        raise ValueError(f"batches: expected finite values, got others in {place}")
     scale = torch.where(amax > 0, amax * margin / torch.finfo(dtype).max, 1.0)
     return scale[0], scale[1]

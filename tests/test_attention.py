@@ -48,7 +48,8 @@ class Case:
         width = width or max(max(blocks), 1) + 2
         num_pages = sum(blocks) + 3
         if scales is None and dtype == FP8:
-            scales = (torch.rand(kv_heads, generator=rng) * 0.02 + 0.005, torch.rand(kv_heads, generator=rng) + 0.02)
+            one, two = (torch.rand(kv_heads, generator=rng) for _ in range(2))
+            scales = one * 0.02 + 0.005, two + 0.02
         self.view = nan_pages(num_pages, tokens, kv_heads, dim, dtype, layout, v_layout, scales)
         order = torch.randperm(num_pages, generator=generator(page_seed)).tolist()
         table = torch.full((reqs, width), -1, dtype=torch.int32)
@@ -111,7 +112,7 @@ def oracle(case, causal=False, window=None, sm_scale=None):
     for r, j in itertools.product(range(reqs), range(num_rows)):
         position = case.lens[r] + j
         paged = [p for p in case.readable(r) if window is None or abs(position - p) < window]
-        suffix = [i for i in range(num_rows) if (not causal or i <= j) and (window is None or abs(i - j) < window)]
+        suffix = [i for i in range(j + 1 if causal else num_rows) if window is None or abs(i - j) < window]
         keys = torch.cat([case.k[r][paged], case.k_noise[r, suffix].double()]).repeat_interleave(group, 1)
         values = torch.cat([case.v[r][paged], case.v_noise[r, suffix].double()]).repeat_interleave(group, 1)
         logits = torch.einsum("hd,nhd->hn", case.q[r, j].double(), keys) * scale
@@ -156,7 +157,8 @@ def test_draft_attention_is_its_definition_in_random_cases(data):
         lens, draw(st.integers(1, 6)), kv_heads * draw(st.sampled_from([1, 2, 3])), kv_heads,
         draw(st.sampled_from([4, 8])), tokens, [draw(st.integers(0, n + 2)) for n in lens],
         draw(st.sampled_from(PAGE_DTYPES)), layout, v_layout, seed=draw(st.integers(0, 99)),
-        width=draw(st.sampled_from([None, 1, 2])), holes=draw(st.sets(st.sampled_from(blocks))) if blocks else (),
+        width=draw(st.sampled_from([None, 1, 2])),
+        holes=draw(st.sets(st.sampled_from(blocks))) if blocks else (),
     )
     causal, window = draw(st.booleans()), draw(st.one_of(st.none(), st.integers(1, 50)))
     lse = torch.empty(case.q.shape[:3])
@@ -253,7 +255,7 @@ def test_every_page_size(tokens):
 
 @pytest.mark.parametrize("dtype", PAGE_DTYPES)
 def test_unreadable_bytes_are_never_read(dtype):
-    """Page tails, unlisted pages and padding hold NaN in every case here; other numbers there change nothing."""
+    """Page tails, unlisted pages and padding hold NaN in every case here; numbers there change nothing."""
     arguments = dict(lens=[5, 0, 19], starts=[2, 0, 9], dtype=dtype, num_query_rows=3)
     case = Case(**arguments)
     first = case.run()
@@ -336,7 +338,8 @@ def test_moving_requests_changes_no_bit(dim, heads, kv_heads):
     case.run(lse=lse)
     q, view, table, starts, lens, k_noise, v_noise = case.arguments()
     moved = draft_attention(
-        q[order], view, table[order], starts[order], lens[order], k_noise[order], v_noise[order], lse=moved_lse
+        q[order], view, table[order], starts[order], lens[order], k_noise[order], v_noise[order],
+        lse=moved_lse,
     )
     assert torch.equal(moved, whole[order]) and torch.equal(moved_lse, lse[order])
     alone = draft_attention(q[2:3], view, table[2:3], starts[2:3], lens[2:3], k_noise[2:3], v_noise[2:3])
@@ -351,7 +354,8 @@ def prefill_by_requests(q, view, table, starts, lens, k_noise, v_noise, **option
     reqs, num_rows = q.shape[:2]
     bounds = torch.arange(reqs + 1, dtype=torch.int32) * num_rows
     out = prefill_attention(
-        q.flatten(0, 1), view, table, bounds, starts, lens, k_noise.flatten(0, 1), v_noise.flatten(0, 1), **options
+        q.flatten(0, 1), view, table, bounds, starts, lens, k_noise.flatten(0, 1), v_noise.flatten(0, 1),
+        **options,
     )
     return out.view_as(q)
 
@@ -423,8 +427,8 @@ def test_packed_chunks_do_not_see_each_other():
     prefill_attention(q, view, table, i32([0, 9, 9, 10]), starts, lens, k, v, out=out, lse=lse)
     for r, rows in ((0, slice(0, 9)), (2, slice(9, 10))):
         alone = draft_attention(
-            q[None, rows], view, table[r : r + 1], starts[r : r + 1], lens[r : r + 1], k[None, rows], v[None, rows],
-            causal=True,
+            q[None, rows], view, table[r : r + 1], starts[r : r + 1], lens[r : r + 1], k[None, rows],
+            v[None, rows], causal=True,
         )
         assert torch.equal(alone[0], out[rows])
     assert (out[10:] == 0).all() and (lse[10:] == -math.inf).all() and torch.isfinite(lse[:10]).all()
@@ -462,7 +466,8 @@ def test_a_window_reads_only_its_pages():
     for codes in case.view.codes:
         codes[page, : 31 - 24] = NAN
     assert_close(case.run(sliding_window=10), want)
-    assert_close(case.run(call=prefill_by_requests, sliding_window=10), oracle(case, causal=True, window=10)[0])
+    want = oracle(case, causal=True, window=10)[0]
+    assert_close(case.run(call=prefill_by_requests, sliding_window=10), want)
     k, v, positions = readable_rows_ref(case.view, case.table[0], 31, 40)
     assert k.shape[0] == v.shape[0] == 9 and positions is None
 
@@ -547,7 +552,8 @@ def test_values_are_checked_in_debug_mode_only(monkeypatch):
     case = Case([5])
     with pytest.raises(ValueError, match="row_start_loc: expected 0 <= "):
         prefill_attention(
-            case.q[0], case.view, case.table, i32([1, 4]), i32([0]), i32([5]), case.k_noise[0], case.v_noise[0]
+            case.q[0], case.view, case.table, i32([1, 4]), i32([0]), i32([5]), case.k_noise[0],
+            case.v_noise[0],
         )
 
 

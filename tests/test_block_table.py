@@ -108,7 +108,8 @@ def run_draft(case, call=build_draft_inputs, out=None):
     next_ids, positions, starts, rejected, tables, tokens_per_block, k, num_pages = case
     return call(
         i64(next_ids), i64(positions), i32(starts), i32(rejected), i32(tables),
-        tokens_per_block=tokens_per_block, mask_token_id=MASK, num_draft_tokens=k, num_pages=num_pages, out=out,
+        tokens_per_block=tokens_per_block, mask_token_id=MASK, num_draft_tokens=k, num_pages=num_pages,
+        out=out,
     )
 
 
@@ -226,7 +227,8 @@ def test_no_slot_is_handed_out_twice():
     pages = torch.randperm(60, generator=torch.Generator().manual_seed(0)).int().view(1, 12, 5)
     positions = torch.cat([torch.arange(37)] * 12)
     result = build_draft_inputs(
-        torch.full((12,), 5), positions, torch.arange(13, dtype=torch.int32) * 37, torch.zeros(12).int(), pages,
+        torch.full((12,), 5), positions, torch.arange(13, dtype=torch.int32) * 37, torch.zeros(12).int(),
+        pages,
         tokens_per_block=8, mask_token_id=MASK, num_draft_tokens=3, num_pages=60,
     )
     slots = result.context_slot_mapping[0]

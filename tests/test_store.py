@@ -41,7 +41,7 @@ def rng():
 
 
 def e4m3_values() -> np.ndarray:
-    """The value of each of the 256 codes, from the format's definition: bias 7, no infinities, 0x7F is NaN."""
+    """The value of each of the 256 codes, from the definition: bias 7, no infinities, 0x7F is NaN."""
     values = np.empty(256)
     for code in range(256):
         exponent, mantissa = code >> 3 & 15, code & 7
@@ -52,7 +52,7 @@ def e4m3_values() -> np.ndarray:
 
 
 def e4m3_code(x: np.ndarray) -> np.ndarray:
-    """Nearest code of each fp32 value, ties to the even mantissa, saturating: comparisons in fp64 are exact."""
+    """Nearest code of each fp32 value, ties to even, saturating: comparisons in fp64 are exact."""
     finite = e4m3_values()[:127]
     magnitude = np.minimum(np.abs(x.astype(np.float64)), 448.0)
     above = np.clip(np.searchsorted(finite, magnitude), 0, 126)
@@ -79,9 +79,9 @@ def codes_of(x: torch.Tensor) -> torch.Tensor:
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
-def make_view(dtype=torch.float32, layout="NHD", v_layout="row", layers=3, layer=1, scales=None, tokens=TOKENS):
-    """One layer of a page-major pool filled with canary bytes; V in a pool of its own where it is transposed."""
-    heads, dim = HEADS, DIM
+def make_view(dtype=torch.float32, layout="NHD", v_layout="row", layers=3, layer=1, scales=None):
+    """One layer of a page-major pool of canary bytes; V in a pool of its own where it is transposed."""
+    tokens, heads, dim = TOKENS, HEADS, DIM
     row = (tokens, heads, dim) if layout == "NHD" else (heads, tokens, dim)
     shape = (PAGES, layers, 2, *row)
     size = torch.empty(0, dtype=dtype).element_size()
@@ -113,7 +113,7 @@ def place(view, page, offset):
 
 
 def rows(n, rng, dtype=torch.float32):
-    return torch.randn(n, HEADS, DIM, generator=rng).to(dtype), torch.randn(n, HEADS, DIM, generator=rng).to(dtype)
+    return tuple(torch.randn(n, HEADS, DIM, generator=rng).to(dtype) for _ in range(2))
 
 
 # ------------------------------------------------------------------ quantise
@@ -246,13 +246,14 @@ def test_nothing_to_store_is_legal(rng):
 
 
 def qwen3_layer_inputs(rng, dim=16, theta=10000.0, positions=64, **rope):
-    """transformers' own k_norm and rotary embedding, as Qwen3's (and so the reference drafter's) layers use them."""
+    """transformers' own k_norm and rotary embedding, as the layers of Qwen3 and the drafter use them."""
     from transformers import Qwen3Config
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
     config = Qwen3Config(
         hidden_size=dim * 2, num_attention_heads=2, num_key_value_heads=2, head_dim=dim, rope_theta=theta,
-        max_position_embeddings=positions, **({"rope_scaling": {**rope, "rope_theta": theta}} if rope else {}),
+        max_position_embeddings=positions,
+        **({"rope_scaling": {**rope, "rope_theta": theta}} if rope else {}),
     )
     norm = Qwen3RMSNorm(dim, eps=1e-6)
     norm.weight.data = torch.rand(dim, generator=rng) + 0.5
@@ -260,7 +261,7 @@ def qwen3_layer_inputs(rng, dim=16, theta=10000.0, positions=64, **rope):
 
 
 def test_stored_k_is_the_reference_drafters_k(rng):
-    """K through transformers' RMSNorm and rotary embedding, V untouched, for every layer of a fused projection."""
+    """K through transformers' RMSNorm and rotary embedding, V untouched, for every layer."""
     from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
     layers, n, dim = 3, 7, 16
@@ -319,9 +320,9 @@ def test_rope_is_a_rotation_of_pairs(interleaved, rotary_dim, rng):
     positions = torch.randint(0, 100, (5, 2), generator=rng)
     half = rotary_dim // 2
     angle = positions.double()[..., None, None] * 1e4 ** (-torch.arange(half).double() / half)
-    pairs = (
-        (x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]) if interleaved else (x[..., :half], x[..., half:rotary_dim])
-    )
+    pairs = x[..., :half], x[..., half:rotary_dim]
+    if interleaved:
+        pairs = x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]
     turned = torch.complex(pairs[0].double(), pairs[1].double()) * torch.polar(torch.ones_like(angle), angle)
     want = x.double().clone()
     if interleaved:
@@ -374,7 +375,7 @@ def context_case(rng, dtype, layout="NHD", v_layout="row", layers=3, n=9):
 @pytest.mark.parametrize("dtype", PAGE_DTYPES)
 @pytest.mark.parametrize("layout, v_layout", LAYOUTS)
 def test_layers_of_several_pools_and_groups(dtype, layout, v_layout, rng):
-    """Pitfalls 1, 21, 22: each layer through its own group's slots; a row skipped in one group only, or in all."""
+    """Pitfalls 1, 21, 22: each layer through its group's slots; a row skipped in one group, or in all."""
     kv, arguments, views, pools = context_case(rng, dtype, layout, v_layout)
     positions = i64([3, 4, 5, 10**12, 6, 7, 8, -9, 9])
     slots = i64([[5, 6, 7, -1, 8, 9, 10, -1, 11], [40, -1, 42, -1, 79, 0, -1, -1, 3]])
@@ -563,15 +564,18 @@ def test_two_rows_for_one_slot_are_refused_in_debug_mode(monkeypatch, rng):
         store_draft_context(kv, torch.arange(9), torch.zeros(1, 9).long(), views, [0] * 3, **arguments)
 
 
+NO_ROWS = dict(cos_sin=None, k_norm_weight=None, eps=0.0)
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
         (lambda: make_cos_sin(0, 8, 1e4), "max_positions: expected"),
         (lambda: make_cos_sin(8, 7, 1e4), "rotary_dim: expected an even number, got 7"),
-        (lambda: make_cos_sin(8, 8, 1e4, {"rope_type": "dynamic", "factor": 2.0}), "rope_type.*expected one of"),
-        (lambda: make_cos_sin(8, 8, 1e4, {"type": "yarn", "factor": 2.0}), "original_max_position_embeddings.*got None"),
-        (lambda: calibrate_scales([], cos_sin=None, k_norm_weight=None, eps=0.0), "batches: expected at least one row"),
-        (lambda: calibrate_scales([], cos_sin=None, k_norm_weight=None, eps=0.0, margin=0), "margin: expected"),
+        (lambda: make_cos_sin(8, 8, 1e4, {"rope_type": "dynamic", "factor": 2.0}), "rope_type.*one of"),
+        (lambda: make_cos_sin(8, 8, 1e4, {"type": "yarn", "factor": 2.0}), "original_max_pos.*got None"),
+        (lambda: calibrate_scales([], **NO_ROWS), "batches: expected at least one row"),
+        (lambda: calibrate_scales([], **NO_ROWS, margin=0), "margin: expected"),
     ],
 )
 def test_other_errors_say_what_was_expected(call, message):
