@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['TOKENS_PER_BLOCK', 'MAX_TOKENS_OF_A_PROMPT', 'app', 'Prompt', 'read_prompts', 'encode_prompt', 'decode_rate',
            'median_rate', 'ContextReport', 'run_context', 'DemoReport', 'make_engine', 'blocks_for_all', 'run_plain',
-           'run_demo', 'report_rows', 'report_figure', 'load_everything', 'demo', 'print_report', 'evaluate', 'summary',
-           'main']
+           'run_demo', 'report_rows', 'report_figure', 'load_everything', 'demo', 'write_report', 'print_report',
+           'evaluate', 'summary', 'main']
 
 # %% ../notebooks/00_tour.ipynb #a50c0456
 import json
@@ -329,6 +329,7 @@ def demo(
     context: Annotated[list[str] | None, typer.Option(help="paged or dense; repeat for both (default).")] = None,
     batch_size: Annotated[int, typer.Option(help="Requests at once.")] = 1,
     figure: Annotated[Path, typer.Option(help="Where the figure goes (SVG).")] = Path("dflash_demo.svg"),
+    csv: Annotated[Path | None, typer.Option(help="Also write the table with versions and device.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
     """Decode real prompts plainly, with the dense buffer and on pages; cold, then on a prefix hit."""
@@ -346,6 +347,8 @@ def demo(
         typer.echo(f"dflash-paged: {error}", err=True)
         raise typer.Exit(2) from None
     save_figure(report_figure(report), figure)
+    if csv is not None:
+        write_report(csv, report)
     if as_json:
         typer.echo(json.dumps(report.as_dict()))
     else:
@@ -365,6 +368,27 @@ def _demo_with_progress(console, network, draft, encoded, tokens, k, context, ba
             network, draft, encoded, max_new_tokens=tokens, num_draft_tokens=k, contexts=names,
             batch_size=batch_size, tick=lambda what: progress.update(task, advance=1, description=what),
         )
+
+
+def write_report(path: Path, report: DemoReport) -> None:
+    """One CSV row a context, with settings, device and versions."""
+    import csv
+
+    rows, shared = [], {**report.settings, **environment()}
+    rates = {k: report.plain[f"{k}_tokens_per_s"] for k in ("generate", "engine")}
+    for name, rate in rates.items():
+        rows.append({"context": f"plain, {name}", "tokens_per_s": round(rate, 2),
+                     "times_plain": round(rate / report.plain["tokens_per_s"], 3)})
+    for name, c in report.contexts.items():
+        keep = ("acceptance_cold", "acceptance_hit", "acceptance_withheld", "draft_context_reserved_bytes",
+                "draft_context_used_bytes", "blocks_reused", "lossless")
+        rows.append({"context": name, "tokens_per_s": round(c.tokens_per_s, 2),
+                     "times_plain": round(c.tokens_per_s / report.plain["tokens_per_s"], 3),
+                     **{k: getattr(c, k) for k in keep}})
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*rows[-1], *shared], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**row, **shared} for row in rows)
 
 
 def print_report(console, report: DemoReport, figure: Path) -> None:

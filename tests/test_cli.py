@@ -271,3 +271,13 @@ def test_human_eval_has_164_prompts_in_two_forms():
     raw, chat = human_eval_prompts("raw"), human_eval_prompts("chat")
     assert len(raw) == len(chat) == 164
     assert raw[0]["text"] in chat[0]["chat"]
+
+
+def test_demo_csv_has_a_row_a_context(tiny_cli, tmp_path):
+    """`--csv` records the table with settings, device and versions."""
+    path = tmp_path / "demo.csv"
+    result = tiny_cli("demo", "--tokens", "6", "--csv", str(path), "--figure", str(tmp_path / "f.svg"))
+    assert result.exit_code == 0, result.output
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [line.split(",")[0].strip('"') for line in lines[1:]] == ["plain", "plain", "paged", "dense"]
+    assert {"times_plain", "device", "torch", "commit", "max_new_tokens"} <= set(lines[0].split(","))
