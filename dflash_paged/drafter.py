@@ -26,7 +26,7 @@ from .memory import LayerSpec
 from .store import PageView, apply_rope_ref, make_cos_sin, rms_norm_ref, store_draft_context
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # those that a fixed table can hold
 # Fields of newer drafters whose arithmetic is not here: present and not null means that we must refuse.
 UNSUPPORTED_FIELDS = ("selector_rank", "selector_top_k", "conv_kernel_size", "attention_conv", "mlp_conv")
 
@@ -316,7 +316,7 @@ class DraftParameters(nn.Module):
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.register_buffer("cos_sin", torch.empty(0, config.head_dim), persistent=False)
+        self.cos_sin = torch.empty(0, config.head_dim)  # no buffer: it stays fp32 whatever the weights become
         self._fused: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None = None
 
     def ensure_positions(self, num_positions: int) -> torch.Tensor:
@@ -337,6 +337,7 @@ class DraftParameters(nn.Module):
 
     def _apply(self, *args, **kwargs):
         super()._apply(*args, **kwargs)
+        self.cos_sin = self.cos_sin.to(self.fc.weight.device)
         return self if self._fused is None else self.freeze()  # the fused copy follows the weights
 
     def load_state_dict(self, *args, **kwargs):

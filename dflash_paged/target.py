@@ -14,7 +14,7 @@ import torch
 from .attention import draft_attention, prefill_attention
 from .checks import check_tensor
 from .memory import LayerSpec
-from .store import PageView, quantise_ref, store_kv
+from .store import PageView, dequantise_ref, quantise_ref, store_kv
 
 ATTENTION_NAME = "kv_manager_pages"  # transformers reads "flash", "/" and a leading "paged|" as something else
 
@@ -50,9 +50,7 @@ def stored_value(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None
     """Return `x` [..., num_kv_heads, head_dim] as a reader of pages of `dtype` sees it, in `x`'s dtype."""
     if dtype == x.dtype:
         return x
-    scale = None if scale is None else scale[:, None]
-    rounded = quantise_ref(x.float(), dtype, scale).float()
-    return (rounded if scale is None else rounded * scale).to(x.dtype)
+    return dequantise_ref(quantise_ref(x.float(), dtype, scale), scale).to(x.dtype)
 
 
 def paged_attention_forward(

@@ -197,8 +197,6 @@ def test_stored_value_is_what_a_reader_of_the_pages_sees():
     assert stored_value(x.bfloat16(), torch.float16, None).dtype == torch.bfloat16
 
 
-# BUG: stored_value hands quantise_ref a scale [n_kv, 1]; it wants [n_kv]. Remove the mark once it is fixed.
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="stored_value unsqueezes the scale twice")
 def test_stored_value_of_fp8_pages_has_the_scale_applied():
     x = torch.randn(5, 2, 8)
     scale = torch.tensor([0.01, 0.5])
