@@ -6,7 +6,7 @@
 __all__ = ['CONTEXTS', 'KV_DTYPES', 'RefusedRequest', 'RequestStats', 'RequestResult', 'RunningRequest', 'emit_tokens',
            'count_accepted', 'slots_of_rows', 'pick_num_draft_tokens', 'make_context', 'EngineState', 'blocks_at_end',
            'has_room', 'admit', 'StepPlan', 'plan_step', 'decode_rows', 'prefill_rows', 'build_target_batch', 'accept',
-           'draft_next', 'settle', 'deliver', 'finish', 'record_draft_bytes', 'token_list', 'check_prompt',
+           'draft_next', 'settle', 'deliver', 'result_of', 'finish', 'record_draft_bytes', 'token_list', 'check_prompt',
            'check_ever_fits', 'abort_request', 'Engine']
 
 # %% ../notebooks/08_engine.ipynb #9589a65d
@@ -82,7 +82,7 @@ class RunningRequest:
     stats: RequestStats = field(default_factory=RequestStats)
     start_s: float = 0.0
     first_token_s: float = 0.0
-    num_delivered: int = 0  # new tokens that on_token has seen
+    num_delivered: int = 0  # new tokens handed to on_token
 
     @property
     def is_decoding(self) -> bool:
@@ -204,6 +204,7 @@ class EngineState:
         self.running: list[RunningRequest] = []
         self.num_requests = self.num_sequences = 0
         self.finished: list[RequestResult] = []  # not yet returned by a step
+        self.undelivered: deque[tuple[RunningRequest, int]] = deque()  # tokens that on_token has yet to see
         self.peak_draft_bytes = (0, 0)  # reserved, used
 
 # %% ../notebooks/08_engine.ipynb #dd4d88c4
@@ -392,13 +393,28 @@ def settle(state: EngineState, plan: StepPlan, kept: list[int]) -> None:
             state.finished.append(finish(state, request, now))
 
 
-def deliver(requests: Sequence[RunningRequest]) -> None:
-    """Call `on_token` for new tokens, after the step is settled: a callback may abort, or raise."""
+def deliver(state: EngineState, requests: Sequence[RunningRequest]) -> None:
+    """Call `on_token` for new tokens, after the step is settled: a callback may abort, or raise.
+
+    What a callback that raises leaves undelivered comes with the next step; an aborted request hears no more.
+    """
     for request in requests:
         new = request.tokens[request.prompt_len + request.num_delivered :]
-        for token in new if request.on_token is not None else ():
-            request.num_delivered += 1
+        request.num_delivered += len(new)
+        if request.on_token is not None:
+            state.undelivered += [(request, token) for token in new]
+    while state.undelivered:
+        request, token = state.undelivered.popleft()
+        if request.finish_reason != "aborted":
             request.on_token(request.request_id, token)
+
+
+def result_of(request: RunningRequest) -> RequestResult:
+    """The result of a request that ended."""
+    n = request.prompt_len
+    return RequestResult(
+        request.request_id, request.tokens[:n], request.tokens[n:], request.finish_reason, request.stats
+    )
 
 
 def finish(state: EngineState, request: RunningRequest, now: float) -> RequestResult:
@@ -411,8 +427,7 @@ def finish(state: EngineState, request: RunningRequest, now: float) -> RequestRe
     if request.first_token_s:
         stats.prefill_s = request.first_token_s - request.start_s
         stats.decode_s = now - request.first_token_s
-    n = request.prompt_len
-    return RequestResult(request.request_id, request.tokens[:n], request.tokens[n:], request.finish_reason, stats)
+    return result_of(request)
 
 
 def record_draft_bytes(state: EngineState) -> None:
@@ -481,8 +496,7 @@ def abort_request(state: EngineState, request_id: int) -> RequestResult:
             if request in state.running:
                 return finish(state, request, time.perf_counter())
             state.waiting.remove(request)
-            n = request.prompt_len
-            return RequestResult(request_id, request.tokens[:n], request.tokens[n:], "aborted", request.stats)
+            return result_of(request)
     raise KeyError(f"request {request_id} is neither waiting nor running")
 
 # %% ../notebooks/08_engine.ipynb #7b04e8c3
@@ -524,11 +538,12 @@ class Engine(EngineState):
         return request.request_id
 
     def step(self) -> list[RequestResult]:
-        """Run one step of every running request; returns those that finished in it."""
+        """Run one step of every running request; returns those that finished since the last one."""
         admit(self)
         plan = plan_step(self)
         if plan.requests:
             self._run(plan)
+        deliver(self, plan.requests)
         finished, self.finished = self.finished, []
         return finished
 
@@ -543,7 +558,6 @@ class Engine(EngineState):
             draft_next(self, plan, kept, batch, features)
         record_draft_bytes(self)
         settle(self, plan, kept)
-        deliver(plan.requests)
 
     def abort(self, request_id: int) -> RequestResult:
         """End a request now; its blocks go back. `KeyError` for an id that is neither waiting nor running."""
@@ -554,10 +568,9 @@ class Engine(EngineState):
     ) -> list[RequestResult]:
         """Serve `prompts` (token ids), in order; `options` as in `add_request`."""
         requests = [self._make_request(p, max_new_tokens, **options) for p in prompts]  # all or none
-        ids = [self._enqueue(r) for r in requests]
-        done: dict[int, RequestResult] = {}
-        while not all(i in done for i in ids):
-            done.update((r.request_id, r) for r in self.step())
-            assert self.running or self.waiting or all(i in done for i in ids), "a request was lost"
-        self.finished += [done[i] for i in sorted(done.keys() - set(ids))]  # others' results: the next step's
-        return [done[i] for i in ids]
+        ids = {self._enqueue(r) for r in requests}
+        while not all(r.finish_reason for r in requests):
+            assert self.running or self.waiting, "a request was lost"
+            others = [r for r in self.step() if r.request_id not in ids]
+            self.finished += others  # the next step's
+        return [result_of(r) for r in requests]

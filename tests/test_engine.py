@@ -616,8 +616,6 @@ def test_on_token_may_abort_any_request(make, oracle, script, victim, when):
     assert got == oracle(prompts[victim], 12)[: len(got)]
 
 
-# BUG: "AssertionError: a request was lost" (generate knows only results of step). Remove the mark once it is fixed.
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="generate loses requests that a callback aborts")
 def test_generate_returns_a_request_that_its_own_callback_aborts(make, oracle, script):
     engine = script.engine = make()
     prompts = [oracle.prompts[i] for i in (9, 5)]
@@ -628,10 +626,7 @@ def test_generate_returns_a_request_that_its_own_callback_aborts(make, oracle, s
     assert results[1].token_ids == oracle(prompts[1], 12)
 
 
-# BUG at 12: a request that finished in the same step never sees its last tokens. Remove the mark once it is fixed.
-@pytest.mark.parametrize("when", [1, 2, 7, pytest.param(12, marks=pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="deliver stops at the first callback that raises"
-))])
+@pytest.mark.parametrize("when", [1, 2, 7, 12])
 def test_a_callback_that_raises_loses_neither_results_nor_tokens(make, oracle, script, when):
     """The error reaches the caller of step; the step itself is done, and what others are owed still comes."""
     engine, seen = make(max_batch_size=3), {}
