@@ -1,9 +1,7 @@
 """The training recipe: data that keeps HumanEval out, a loss on the model that inference runs, exact evaluation."""
 
-import csv
-import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -163,7 +161,9 @@ def sources(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def functions(sources):
-    return [f for f in T.collect_functions(sources, max_files=0) if f.package == "somelib"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(T.sysconfig, "get_paths", lambda: {"stdlib": str(sources / "nopackage.dist-info")})
+        return T.collect_functions(sources)
 
 
 def test_functions_are_read_and_tests_and_broken_files_are_not(functions):
@@ -408,15 +408,16 @@ def test_the_shipped_drafter_fits_its_budget_and_loads():
 
 
 def test_the_recorded_run_reaches_the_prototype():
-    with (ROOT / "figures" / "data" / "training_acceptance.csv").open(newline="") as f:
-        rows = {r["prompts"]: r for r in csv.DictReader(f)}
+    rows = {r["prompts"]: r for r in T.read_csv(ROOT / "figures" / "data" / "training_acceptance.csv")}
     assert float(rows["human_eval_raw"]["acceptance_length"]) >= 3.00
     assert float(rows["human_eval_chat"]["acceptance_length"]) >= 3.28
     assert int(rows["human_eval_raw"]["sequences"]) == 100
-    run = json.loads((ROOT / "figures" / "data" / "training_run.json").read_text(encoding="utf-8"))
-    assert {"device", "driver", "torch", "triton", "transformers", "commit", "date"} <= run["environment"].keys()
-    recorded = run["recipe"]
-    assert recorded["num_layers"] == T.Recipe().num_layers and recorded["optimizer"] == T.Recipe().optimizer
+    run = {(r["stage"], r["name"]): r["value"] for r in T.read_csv(ROOT / "figures" / "data" / "training_run.csv")}
+    for name in ("device", "driver", "torch", "triton", "transformers", "commit", "date"):
+        assert run["train", name] not in ("", "unknown")
+    for name, value in asdict(T.Recipe()).items():  # the defaults are the run that made the shipped weights
+        assert run["train", f"recipe.{name}"] == str(list(value) if isinstance(value, tuple) else value)
+    assert int(run["train", "bytes"]) == (SHIPPED / "model.safetensors").stat().st_size
 
 
 @pytest.mark.parametrize(
@@ -434,8 +435,8 @@ def test_bad_input_is_one_sentence(arguments, sentence, tmp_path, capsys):
 
 
 def test_every_choice_of_the_recipe_is_an_option():
-    options = T.parse_arguments(["--learning-rate", "0.5", "--target-layer-ids", "1", "2", "--compile-model"])
-    assert options.learning_rate == 0.5 and options.target_layer_ids == [1, 2] and options.compile_model
+    options = T.parse_arguments(["--learning-rate", "0.5", "--target-layer-ids", "1", "2"])
+    assert options.learning_rate == 0.5 and options.target_layer_ids == [1, 2]
     assert options.seconds is None
 
 
