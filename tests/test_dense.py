@@ -124,6 +124,21 @@ def test_after_a_hit_rows_lie_at_position_minus_base(changes):
                 torch.testing.assert_close(dense.v_buf[r, layer, : end - start], v, **TOL)
 
 
+def test_all_rows_of_a_pass_are_written_at_their_own_positions_rejected_ones_too():
+    """As TensorRT-LLM's worker does: rejection moves no data, `ctx_len` alone says what counts."""
+    rollout = DraftRollout(make_tiny_drafter(), (0, 16, 13))
+    dense = dense_beside(rollout)
+    for step, features in rollout.steps(FIRST, LATER):
+        dense.store(step, features)
+        k, v = rollout.model.context_kv(features, step.row_positions)
+        ends = step.row_start_loc.tolist()
+        for r, start in enumerate(rollout.starts):
+            first, n = rollout.manager.num_tokens(r) - start, ends[r + 1] - ends[r]
+            for buffer, rows in ((dense.k_buf, k), (dense.v_buf, v)):
+                got = buffer[r, :, first : first + n].transpose(0, 1)
+                torch.testing.assert_close(got, rows[ends[r] : ends[r + 1]], **TOL)
+
+
 def test_rows_of_a_slot_never_reach_another():
     rollout = DraftRollout(make_tiny_drafter())
     dense = DenseContext(rollout.model, 5, 96)

@@ -27,8 +27,17 @@ def tiny_qwen3(**overrides):
     return Qwen3ForCausalLM(Qwen3Config(**{**options, **overrides})).float().eval()
 
 
+def other_scale():
+    """A target whose attention scale isn't head_dim ** -0.5."""
+    model = make_tiny_target()
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.2
+    return model
+
+
 TARGETS = {
     "gqa": make_tiny_target,
+    "scale": other_scale,
     "no-gqa": lambda: make_tiny_target(num_key_value_heads=6),
     "mqa": lambda: make_tiny_target(num_key_value_heads=1, tie_word_embeddings=True),
     "bias": lambda: make_tiny_target(attention_bias=True),
