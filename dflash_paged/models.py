@@ -667,6 +667,38 @@ def _parse_once(gguf_file: str | None) -> Iterator[None]:
     with _swapped(gguf, GGUFReader=once(gguf.GGUFReader), get_tensor_name_map=once(gguf.get_tensor_name_map)):
         yield
 
+# %% ../notebooks/06b_models.ipynb #0a86fb4a
+def _smollm_tokenizer(path: Path):
+    """The byte-level BPE that a SmolLM GGUF holds; None for a GGUF with another kind of tokenizer."""
+    import gguf
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    fields = gguf.GGUFReader(str(path)).fields  # str: the same key as transformers' own call
+
+    def read(name: str):
+        field = fields.get(f"tokenizer.{name}")
+        return None if field is None else field.contents()
+
+    if (read("ggml.model"), read("ggml.pre"), bool(read("ggml.add_bos_token"))) != ("gpt2", "smollm", False):
+        return None
+    tokens, kinds = read("ggml.tokens"), read("ggml.token_type")
+    merges = [tuple(pair.split(" ")) for pair in read("ggml.merges")]
+    core = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    control = [token for token, kind in zip(tokens, kinds) if kind == gguf.TokenType.CONTROL]
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    special = {name: tokens[read(f"ggml.{key}_token_id")] for name, key in names.items()}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        chat_template=read("chat_template"),
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+        **special,
+    )
+
 # %% ../notebooks/06b_models.ipynb #45e42e51
 def load_target_model(
     files: ModelFiles,  # from `find_target`
@@ -691,9 +723,8 @@ def load_target_model(
     part = "tokenizer"
     try:
         with _quiet(verbose), _parse_once(files.gguf_file):
-            tokenizer = AutoTokenizer.from_pretrained(files.directory, **options)
-            if files.gguf_file is not None:
-                _mend_gguf_tokenizer(tokenizer, files)
+            tokenizer = files.gguf_file and _smollm_tokenizer(files.directory / files.gguf_file)
+            tokenizer = tokenizer or AutoTokenizer.from_pretrained(files.directory, **options)
             part = "causal language model"
             model, report = AutoModelForCausalLM.from_pretrained(files.directory, **weights, **options)
     except MemoryError:
@@ -723,21 +754,3 @@ def _check_causal(config: dict) -> None:
         f"model: expected a causal language model that transformers knows, got {got}; choose another model "
         "(code that comes with one is never run)"
     )
-
-# %% ../notebooks/06b_models.ipynb #1e7d67bc
-def _mend_gguf_tokenizer(tokenizer, files: ModelFiles) -> None:
-    """Give the tokenizer that transformers 4 builds the special tokens that the GGUF itself names."""
-    import gguf
-    import transformers
-
-    if int(transformers.__version__.split(".")[0]) >= 5:
-        return
-    fields = gguf.GGUFReader(files.directory / files.gguf_file).fields
-    for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
-        if field := fields.get(f"tokenizer.ggml.{key}_token_id"):
-            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(int(field.contents())))
-    tokenizer.clean_up_tokenization_spaces = False
-    flag = fields.get("tokenizer.ggml.add_bos_token")
-    if flag is not None and hasattr(tokenizer, "update_post_processor"):
-        tokenizer.add_bos_token = bool(flag.contents())
-        tokenizer.update_post_processor()
