@@ -75,7 +75,7 @@ def watched(engine: Engine) -> Engine:
     """
     manager, size = engine.manager, engine.tokens_per_block
     poison_pages(manager)
-    prepare, step = manager.prepare_resources, engine.step
+    prepare, step, num_steps = manager.prepare_resources, engine.step, iter(range(2000))
 
     def checked_prepare(batch):
         prepare(batch)
@@ -84,6 +84,7 @@ def watched(engine: Engine) -> Engine:
             assert manager.num_held_blocks(i) == math.ceil(rows / size), f"{rows} rows"
 
     def checked_step():
+        assert next(num_steps, None) is not None, "requests wait for ever"
         try:
             return step()
         finally:
@@ -119,12 +120,10 @@ def assert_all_blocks_back(engine: Engine) -> None:
         assert not engine.context.slot_of and len(engine.context.free_slots) == engine.max_batch_size
 
 
-def run_all(engine: Engine, limit: int = 3000) -> dict:
+def run_all(engine: Engine) -> dict:
     """Step until nothing is left; results by request id."""
     results = {}
-    for _ in range(limit):
-        if not (engine.running or engine.waiting or engine.finished):
-            break
+    while engine.running or engine.waiting or engine.finished:
         for result in engine.step():
             assert result.request_id not in results, "a result came twice"
             results[result.request_id] = result
