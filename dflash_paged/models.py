@@ -499,7 +499,7 @@ def _cached_on_hub(repo_id: str, check: Callable[[Path], object]) -> Path | None
         pass
     return None
 
-
+# %% ../notebooks/06b_models.ipynb #7cff1999
 def _find_on_hub(
     repo_id: str,
     wanted: re.Pattern,  # names of the files to fetch

@@ -984,6 +984,7 @@ def test_gguf_loads_with_the_tokens_that_it_names_and_in_silence(tmp_path, capfd
     assert special == (1, 2, 2, 0) and len(tokenizer) == len(GGUF_TOKENS)
     chat = [{"role": "user", "content": "ab"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "ab"
+    assert set(tokenizer("ab")) == {"input_ids", "attention_mask"}  # what `generate` takes, in 4.57 too
     model.generate(**tokenizer("ab", return_tensors="pt"), max_new_tokens=2, do_sample=False)
     captured = capfd.readouterr()
     assert captured.out == "" and "de-quantizing" not in captured.err
