@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['TOKENS_PER_BLOCK', 'MAX_TOKENS_OF_A_PROMPT', 'app', 'Prompt', 'read_prompts', 'encode_prompt', 'decode_rate',
            'median_rate', 'ContextReport', 'run_context', 'DemoReport', 'make_engine', 'blocks_for_all', 'run_plain',
-           'run_demo', 'report_rows', 'report_figure', 'load_everything', 'demo', 'write_report', 'print_report',
-           'evaluate', 'summary', 'main']
+           'run_demo', 'report_rows', 'report_figure', 'check_device', 'load_everything', 'demo', 'write_report',
+           'print_report', 'evaluate', 'summary', 'main']
 
 # %% ../notebooks/00_tour.ipynb #a50c0456
 import json
@@ -17,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from .checks import check_choice, check_int
@@ -301,16 +302,26 @@ def _check_options(tokens: int, k: int | None, batch_size: int, context: list[st
         raise ValueError(f"--figure: expected an existing folder, found none at {figure.parent}")
 
 
+def check_device(device: str) -> str:
+    """Return `device` if torch knows it here; `ValueError` otherwise."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"--device: expected a device that torch has here, got {device!r}: {reason}") from None
+    return device
+
+
 def load_everything(
     model: str | None, drafter: str | None, prompts: Path | None, max_new_tokens: int,
-    say: Callable[..., None], items: Sequence[dict] | None = None,
+    say: Callable[..., None], items: Sequence[dict] | None = None, device: str = "cpu",
 ):
     """Load target, tokenizer, drafter and encoded prompts; every reason to stop is a `ValueError`."""
     chosen = read_prompts(prompts) if items is None else [_parse_prompt(i, "prompts") for i in items]
-    draft = load_drafter(find_drafter(drafter))
+    draft = load_drafter(find_drafter(drafter), device=check_device(device))
     files = find_target(model, progress=say)
     say("loading the target")
-    network, tokenizer = load_target_model(files)
+    network, tokenizer = load_target_model(files, device=device)
     encoded = [encode_prompt(tokenizer, p) for p in chosen]
     limit = min(MAX_TOKENS_OF_A_PROMPT, network.config.max_position_embeddings - max_new_tokens - 1)
     for prompt, ids in zip(chosen, encoded):
@@ -328,6 +339,7 @@ def demo(
     k: Annotated[int | None, typer.Option("--k", help="Draft tokens a step (default: block size - 1).")] = None,
     context: Annotated[list[str] | None, typer.Option(help="paged or dense; repeat for both (default).")] = None,
     batch_size: Annotated[int, typer.Option(help="Requests at once.")] = 1,
+    device: Annotated[str, typer.Option(help="Where both models run: cpu, cuda, cuda:1.")] = "cpu",
     figure: Annotated[Path, typer.Option(help="Where the figure goes (SVG).")] = Path("dflash_demo.svg"),
     csv: Annotated[Path | None, typer.Option(help="Also write the table with versions and device.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
@@ -341,7 +353,7 @@ def demo(
     try:
         _check_options(tokens, k, batch_size, context or [], figure)
         with console.status("starting") as status:
-            network, _, draft, encoded = load_everything(model, drafter, prompts, tokens, _say(status))
+            network, _, draft, encoded = load_everything(model, drafter, prompts, tokens, _say(status), None, device)
         report = _demo_with_progress(console, network, draft, encoded, tokens, k, context, batch_size)
     except (ValueError, OSError) as error:
         typer.echo(f"dflash-paged: {error}", err=True)
@@ -419,6 +431,7 @@ def evaluate(
     tokens: Annotated[int, typer.Option(help="New tokens a prompt.")] = 96,
     k: Annotated[int | None, typer.Option("--k", help="Draft tokens a step (default: block size - 1).")] = None,
     batch_size: Annotated[int, typer.Option(help="Requests at once.")] = 8,
+    device: Annotated[str, typer.Option(help="Where both models run: cpu, cuda, cuda:1.")] = "cpu",
     check: Annotated[bool, typer.Option(help="Compare every output with generate's.")] = True,
     csv: Annotated[Path | None, typer.Option(help="Where the rows go.")] = None,
 ) -> None:
@@ -429,7 +442,7 @@ def evaluate(
         if human_eval is not None:
             check_choice("--human-eval", human_eval, ("raw", "chat"))
         items = human_eval_prompts(human_eval) if human_eval else None
-        network, _, draft, encoded = load_everything(model, drafter, prompts, tokens, lambda *_: None, items)
+        network, _, draft, encoded = load_everything(model, drafter, prompts, tokens, lambda *_: None, items, device)
         encoded = [e for e in encoded if len(e) <= 600][:limit]
         rows = _evaluate_with_progress(network, draft, encoded, tokens, k, batch_size, check)
     except (ValueError, OSError) as error:

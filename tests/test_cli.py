@@ -190,6 +190,13 @@ def test_demo_bad_option_is_one_sentence(tiny_cli, options, reason, tmp_path):
     assert not (tmp_path / "f.svg").exists()
 
 
+@pytest.mark.parametrize("device", ["warp", "cuda:77"])
+def test_device_that_is_not_there(device, tmp_path):
+    """An unknown or absent device: exit code 2 and one sentence."""
+    result = run("demo", "--device", device, "--figure", str(tmp_path / "f.svg"))
+    assert result.exit_code == 2 and "--device" in result.output and "Traceback" not in result.output
+
+
 def test_demo_figure_folder_must_exist(tiny_cli, tmp_path):
     """A figure that can't be written is refused before anything runs."""
     result = tiny_cli("demo", "--figure", str(tmp_path / "no" / "f.svg"))
@@ -214,9 +221,9 @@ def test_prompt_longer_than_the_limit_is_refused(monkeypatch, tiny_target, tiny_
         def __call__(self, text, add_special_tokens):
             return {"input_ids": [5] * len(text.split())}
 
-    monkeypatch.setattr(cli, "load_drafter", lambda path: tiny_drafter)
+    monkeypatch.setattr(cli, "load_drafter", lambda path, device: tiny_drafter)
     monkeypatch.setattr(cli, "find_target", lambda model, progress: None)
-    monkeypatch.setattr(cli, "load_target_model", lambda files: (tiny_target, Words()))
+    monkeypatch.setattr(cli, "load_target_model", lambda files, device: (tiny_target, Words()))
     path = tmp_path / "p.txt"
     path.write_text("ok then\n" + "word " * 600 + "\n", encoding="utf-8")
     result = run("demo", "--prompts", str(path))
