@@ -69,7 +69,7 @@ def make(target, tiny_drafter):
 
 
 def watched(engine: Engine) -> Engine:
-    """Check block counts between prepare and update, and invariants after each step; poison what nobody may read.
+    """Check rows and blocks between prepare and update, and invariants after each step; poison what nobody may read.
 
     Pitfall 19: K + 1 lookahead rows, in the last chunk of a prefill too.
     """
@@ -78,6 +78,7 @@ def watched(engine: Engine) -> Engine:
     prepare, step, num_steps = manager.prepare_resources, engine.step, iter(range(2000))
 
     def checked_prepare(batch):
+        assert sum(num_new or engine.num_query_rows for _, num_new in batch) <= engine.max_step_tokens
         prepare(batch)
         for i, num_new in batch:
             rows = min(manager.num_tokens(i) + num_new + engine.num_draft_tokens + 1, engine.max_seq_len)
