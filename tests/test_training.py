@@ -1,4 +1,4 @@
-"""The training recipe: data that keeps HumanEval out, a loss on the model that inference runs, exact evaluation."""
+"""The training recipe: data without HumanEval, a loss on the model that inference runs, exact evaluation."""
 
 import random
 from dataclasses import asdict, replace
@@ -99,8 +99,8 @@ def test_text_without_a_loop_is_kept_whole():
 
 
 HUMAN_EVAL = [
-    'def has_close(numbers, threshold):\n    """ Check if in the given list of numbers any two are closer to each '
-    'other than the threshold.\n    """\n',
+    'def has_close(numbers, threshold):\n    """ Check if in the given list of numbers any two are closer to '
+    'each other than the threshold.\n    """\n',
     'def helper(x):\n    return x\n\n\ndef add(x, y):\n    """Add two numbers."""\n',
 ]
 
@@ -108,7 +108,8 @@ HUMAN_EVAL = [
 @pytest.mark.parametrize(
     "text",
     [
-        "def add(a, b):\n    pass", "Write a Python function named `add` that sums", "def helper(", "call `has_close(`",
+        "def add(a, b):\n    pass", "Write a Python function named `add` that sums", "def helper(",
+        "call `has_close(`",
         "How would I implement add in Python?",
         "please check if, in the given list of numbers, any two agree",
     ],
@@ -117,7 +118,9 @@ def test_the_guard_finds_what_touches_human_eval(text):
     assert T.Guard(HUMAN_EVAL).touches(text)
 
 
-@pytest.mark.parametrize("text", ["def addition(a, b):", "def my_add(a):", "add the numbers", "Check if the list is empty."])
+@pytest.mark.parametrize(
+    "text", ["def addition(a, b):", "def my_add(a):", "add the numbers", "Check if the list is empty."]
+)
 def test_the_guard_leaves_other_text_alone(text):
     assert not T.Guard(HUMAN_EVAL).touches(text)
 
@@ -147,10 +150,10 @@ def sources(tmp_path_factory):
     package.mkdir()
     (package / "__init__.py").write_text("")
     body = "\n".join(
-        f'def task_{i}(a, b=1):\n    """Return the {i}th combination of a and b, or fail."""\n    return a + b + {i}\n'
+        f'def task_{i}(a, b=1):\n    """Return the {i}th combination of a and b."""\n    return a + b + {i}\n'
         for i in range(120)
     )
-    banned = 'def add(x, y):\n    """Return the sum of x and y, as everybody would expect."""\n    return x + y\n'
+    banned = 'def add(x, y):\n    """Return the sum of x and y, as one would expect."""\n    return x + y\n'
     (package / "work.py").write_text(body + banned)
     (package / "tests").mkdir()
     (package / "tests" / "test_work.py").write_text(body.replace("task_", "test_task_"))
@@ -299,7 +302,7 @@ def test_blocks_side_by_side_equal_blocks_drafted_alone(drafter):
 
 @torch.no_grad()
 def test_a_block_sees_nothing_at_or_after_its_anchor(drafter):
-    """The answer must not leak into training: context rows at the anchor and later are masked (pitfall 16)."""
+    """The answer must not leak into training: context rows at the anchor and later are masked."""
     features, embeddings, positions, anchors = random_blocks(drafter, blocks=1)
     before = T.draft_hidden(drafter, features, embeddings, positions, anchors)
     for b in range(2):
@@ -346,7 +349,7 @@ def test_folding_the_scale_moves_it_from_features_to_weights(drafter):
 
 @torch.no_grad()
 def decode_step_by_step(drafter, sequence, embed, head):
-    """The plain greedy loop: draft one block, keep the matching prefix and the target's next token, repeat."""
+    """The plain greedy loop: draft a block, keep the matching prefix and the target's next token."""
     ids, at, gains = sequence.ids.tolist(), sequence.prompt_length, []
     while at < len(ids) - 1:
         block = torch.tensor([ids[at]] + [drafter.config.mask_token_id] * 7)[None, None]
@@ -363,8 +366,9 @@ def decode_step_by_step(drafter, sequence, embed, head):
 
 
 @pytest.mark.parametrize("optimizer, weighting", [("adamw", "decay"), ("muon", "dpace")])
-def test_training_learns_and_its_acceptance_is_that_of_a_real_loop(bank, target, prompts, optimizer, weighting):
-    recipe = replace(RECIPE, steps=150, checks=2, optimizer=optimizer, weighting=weighting, anchors=8, batch_sequences=6)
+def test_training_learns_and_its_acceptance_is_a_real_loops(bank, target, prompts, optimizer, weighting):
+    recipe = replace(RECIPE, steps=150, checks=2, anchors=8, batch_sequences=6)
+    recipe = replace(recipe, optimizer=optimizer, weighting=weighting)
     embed, head = heads(target)
     sequences = T.eval_sequences(prompts, bank.target, 24)
     untrained = T.measure_acceptance(T.new_drafter(recipe, target.config), sequences, embed, head)
@@ -408,11 +412,16 @@ def test_the_shipped_drafter_fits_its_budget_and_loads():
 
 
 def test_the_recorded_run_reaches_the_prototype():
-    rows = {r["prompts"]: r for r in T.read_csv(ROOT / "figures" / "data" / "training_acceptance.csv")}
-    assert float(rows["human_eval_raw"]["acceptance_length"]) >= 3.00
-    assert float(rows["human_eval_chat"]["acceptance_length"]) >= 3.28
-    assert int(rows["human_eval_raw"]["sequences"]) == 100
-    run = {(r["stage"], r["name"]): r["value"] for r in T.read_csv(ROOT / "figures" / "data" / "training_run.csv")}
+    for form, floor in (("raw", 3.00), ("chat", 3.28)):
+        rows = T.read_csv(ROOT / "figures" / "data" / f"acceptance_human_eval_{form}.csv")
+        assert len(rows) == 100 and {r["num_draft_tokens"] for r in rows} == {"7"}
+        gained, passes = (sum(int(r[k]) for r in rows) for k in ("num_gained_tokens", "num_verify_passes"))
+        assert gained / passes >= floor
+
+
+def test_the_record_says_where_and_how_the_shipped_weights_were_made():
+    rows = T.read_csv(ROOT / "figures" / "data" / "training_run.csv")
+    run = {(r["stage"], r["name"]): r["value"] for r in rows}
     for name in ("device", "driver", "torch", "triton", "transformers", "commit", "date"):
         assert run["train", name] not in ("", "unknown")
     for name, value in asdict(T.Recipe()).items():  # the defaults are the run that made the shipped weights
