@@ -111,7 +111,7 @@ class ContextReport:
     blocks_reused_per_prompt: list[int] = field(default_factory=list)
     acceptance_per_prompt: list[float] = field(default_factory=list)
 
-
+# %% ../notebooks/00_tour.ipynb #7985c83b
 def run_context(
     engine: Engine,
     prompts: Sequence[list[int]],
@@ -244,7 +244,7 @@ def report_rows(report: DemoReport, with_speed: bool = True) -> list[list[str]]:
     skip = {3} if not with_speed else set()
     return [[cell for i, cell in enumerate(row) if i not in skip] for row in [head, *rows]]
 
-
+# %% ../notebooks/00_tour.ipynb #dcc6e8f1
 def report_figure(report: DemoReport):
     """Two panels: acceptance cold and on a hit, and draft bytes reserved and used. A matplotlib figure."""
     import matplotlib.pyplot as plt
@@ -290,7 +290,7 @@ def _say(status) -> Callable[..., None]:
 
     return say
 
-
+# %% ../notebooks/00_tour.ipynb #ea9e48f0
 def _check_options(tokens: int, k: int | None, batch_size: int, context: list[str], figure: Path) -> None:
     check_int("--tokens", tokens, 1)
     check_int("--batch-size", batch_size, 1)
@@ -311,7 +311,7 @@ def check_device(device: str) -> str:
         raise ValueError(f"--device: expected a device that torch has here, got {device!r}: {reason}") from None
     return device
 
-
+# %% ../notebooks/00_tour.ipynb #60ff7f46
 def load_everything(
     model: str | None, drafter: str | None, prompts: Path | None, max_new_tokens: int,
     say: Callable[..., None], items: Sequence[dict] | None = None, device: str = "cpu",
@@ -381,7 +381,7 @@ def _demo_with_progress(console, network, draft, encoded, tokens, k, context, ba
             batch_size=batch_size, tick=lambda what: progress.update(task, advance=1, description=what),
         )
 
-
+# %% ../notebooks/00_tour.ipynb #5afed448
 def write_report(path: Path, report: DemoReport) -> None:
     """One CSV row a context, with settings, device and versions."""
     import csv

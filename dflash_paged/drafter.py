@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LAYER_TYPES', 'ROPE_TYPES', 'UNSUPPORTED_FIELDS', 'OUTPUT_FIELDS', 'Attend', 'default_target_layer_ids',
-           'DraftConfig', 'read_draft_config', 'draft_config_dict', 'RMSNorm', 'DraftAttention', 'DraftMLP',
-           'DraftLayer', 'DraftParameters', 'DraftModel', 'load_drafter', 'save_drafter', 'check_drafter_fits',
-           'DraftStep', 'PagedContext', 'draft_tokens']
+           'DraftFields', 'DraftConfig', 'read_draft_config', 'draft_config_dict', 'RMSNorm', 'DraftAttention',
+           'DraftMLP', 'DraftLayer', 'DraftParameters', 'DraftWeights', 'DraftModel', 'load_drafter', 'save_drafter',
+           'check_drafter_fits', 'DraftStep', 'PagedContext', 'draft_tokens']
 
 # %% ../notebooks/07_drafter.ipynb #bc73b76d
 import json
@@ -60,7 +60,7 @@ def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> t
 
 # %% ../notebooks/07_drafter.ipynb #9a4d5f86
 @dataclass(frozen=True)
-class DraftConfig:
+class DraftFields:
     """A DFlash drafter's geometry, as its `config.json` states it.
 
     `target_layer_ids` count the target's decoder layers from 0: id i is the output of layer i, which
@@ -89,6 +89,10 @@ class DraftConfig:
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+
+# %% ../notebooks/07_drafter.ipynb #8b8d91bc
+class DraftConfig(DraftFields):
+    """`DraftFields`, and what they mean for each layer."""
 
     def layer_window(self, layer: int) -> int | None:
         """Window in tokens of draft layer `layer`, None for a full layer."""
@@ -317,7 +321,7 @@ class DraftParameters(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.cos_sin = torch.empty(0, config.head_dim)  # no buffer: it stays fp32 whatever the weights become
-        self._fused: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None = None
+        self._fused: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None = None  # by `freeze`
 
     def ensure_positions(self, num_positions: int) -> torch.Tensor:
         """Grow the RoPE table to `num_positions` rows; it never shrinks. Returns it, [rows, head_dim] fp32."""
@@ -334,6 +338,10 @@ class DraftParameters(nn.Module):
         bias = torch.cat([p.bias for p in parts]) if self.config.attention_bias else None
         norms = torch.stack([layer.self_attn.k_norm.weight for layer in self.layers])
         return torch.cat([p.weight for p in parts]), bias, norms
+
+# %% ../notebooks/07_drafter.ipynb #aadb9540
+class DraftWeights(DraftParameters):
+    """`DraftParameters` whose fused copy follows the weights wherever they go."""
 
     def _apply(self, *args, **kwargs):
         super()._apply(*args, **kwargs)
@@ -354,8 +362,8 @@ class DraftParameters(nn.Module):
         self._fused = self.fused_kv()
         return self
 
-# %% ../notebooks/07_drafter.ipynb #aadb9540
-class DraftModel(DraftParameters):
+# %% ../notebooks/07_drafter.ipynb #b7c1fc1e
+class DraftModel(DraftWeights):
     """A DFlash drafter in plain torch; embeddings and head are the target's.
 
     Source: z-lab/dflash (PyPI `dflash` 0.1.0, model.py); parity is tested to 1e-4.
@@ -497,7 +505,7 @@ class DraftStep:
     block_tables: torch.Tensor | None = None  # [G, R, T] int32
     ctx_starts: torch.Tensor | None = None  # [R] int32, absolute position of the first draft row
 
-
+# %% ../notebooks/07_drafter.ipynb #a4fcd0ef
 class PagedContext:
     """The draft context in the manager's pages.
 

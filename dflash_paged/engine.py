@@ -7,7 +7,7 @@ __all__ = ['CONTEXTS', 'KV_DTYPES', 'RefusedRequest', 'RequestStats', 'RequestRe
            'count_accepted', 'slots_of_rows', 'pick_num_draft_tokens', 'make_context', 'EngineState', 'blocks_at_end',
            'has_room', 'admit', 'StepPlan', 'plan_step', 'decode_rows', 'prefill_rows', 'build_target_batch', 'accept',
            'draft_next', 'settle', 'deliver', 'result_of', 'finish', 'record_draft_bytes', 'token_list', 'check_prompt',
-           'check_ever_fits', 'abort_request', 'Engine']
+           'check_ever_fits', 'abort_request', 'RequestQueue', 'Engine']
 
 # %% ../notebooks/08_engine.ipynb #9589a65d
 import operator
@@ -62,7 +62,7 @@ class RequestResult:
     finish_reason: str
     stats: RequestStats
 
-
+# %% ../notebooks/08_engine.ipynb #acf94066
 @dataclass(eq=False)
 class RunningRequest:
     """A request on its way through the engine; `tokens` are prompt and output, `num_rows` stored target rows."""
@@ -408,7 +408,7 @@ def deliver(state: EngineState, requests: Sequence[RunningRequest]) -> None:
         if request.finish_reason != "aborted":
             request.on_token(request.request_id, token)
 
-
+# %% ../notebooks/08_engine.ipynb #9e9581b9
 def result_of(request: RunningRequest) -> RequestResult:
     """The result of a request that ended."""
     n = request.prompt_len
@@ -429,7 +429,7 @@ def finish(state: EngineState, request: RunningRequest, now: float) -> RequestRe
         stats.decode_s = now - request.first_token_s
     return result_of(request)
 
-
+# %% ../notebooks/08_engine.ipynb #6df63549
 def record_draft_bytes(state: EngineState) -> None:
     """Keep the peak of bytes that draft rows hold (blocks of running requests, or the buffer) and fill."""
     if state.context is None:
@@ -476,7 +476,7 @@ def check_prompt(state: EngineState, prompt: Sequence[int], max_new_tokens: int,
         )
     return tokens
 
-
+# %% ../notebooks/08_engine.ipynb #913069aa
 def check_ever_fits(state: EngineState, request: RunningRequest) -> None:
     """Raise `RefusedRequest` with the numbers if even an empty pool can't hold the request to its end."""
     needed, have = blocks_at_end(state, request), state.manager.num_blocks
@@ -500,16 +500,8 @@ def abort_request(state: EngineState, request_id: int) -> RequestResult:
     raise KeyError(f"request {request_id} is neither waiting nor running")
 
 # %% ../notebooks/08_engine.ipynb #7b04e8c3
-class Engine(EngineState):
-    """Greedy speculative decoding of several requests over one paged KV cache.
-
-    `num_draft_tokens` K is 0..B-1; K = 0, or no drafter, decodes plainly. `context` "paged" registers the
-    draft layers as spec layers of the target's manager; "dense" keeps TensorRT-LLM's worst-case buffer beside
-    it. Give the pool's size as `num_blocks` or `kv_cache_bytes`; by default every slot can grow to
-    `max_seq_len` tokens. `max_step_tokens` bounds the rows of one target pass, so longer prompts are
-    prefilled in chunks. `kv_dtype` is the pages' dtype by name (default: the model's). Raises `ValueError`
-    naming the argument that doesn't fit.
-    """
+class RequestQueue(EngineState):
+    """Requests come in and go out."""
 
     def add_request(self, prompt_token_ids: Sequence[int], max_new_tokens: int, **options) -> int:
         """Queue a request and return its id.
@@ -537,6 +529,22 @@ class Engine(EngineState):
         self.waiting.append(request)
         return request.request_id
 
+    def abort(self, request_id: int) -> RequestResult:
+        """End a request now; its blocks go back. `KeyError` for an id that is neither waiting nor running."""
+        return abort_request(self, request_id)
+
+# %% ../notebooks/08_engine.ipynb #73c8dc5b
+class Engine(RequestQueue):
+    """Greedy speculative decoding of several requests over one paged KV cache.
+
+    `num_draft_tokens` K is 0..B-1; K = 0, or no drafter, decodes plainly. `context` "paged" registers the
+    draft layers as spec layers of the target's manager; "dense" keeps TensorRT-LLM's worst-case buffer beside
+    it. Give the pool's size as `num_blocks` or `kv_cache_bytes`; by default every slot can grow to
+    `max_seq_len` tokens. `max_step_tokens` bounds the rows of one target pass, so longer prompts are
+    prefilled in chunks. `kv_dtype` is the pages' dtype by name (default: the model's). Raises `ValueError`
+    naming the argument that doesn't fit.
+    """
+
     def step(self) -> list[RequestResult]:
         """Run one step of every running request; returns those that finished since the last one."""
         admit(self)
@@ -558,10 +566,6 @@ class Engine(EngineState):
             draft_next(self, plan, kept, batch, features)
         record_draft_bytes(self)
         settle(self, plan, kept)
-
-    def abort(self, request_id: int) -> RequestResult:
-        """End a request now; its blocks go back. `KeyError` for an id that is neither waiting nor running."""
-        return abort_request(self, request_id)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options

@@ -69,7 +69,7 @@ def compare_outputs(
         reference = list(redo(start))
     return True, ties
 
-
+# %% ../notebooks/08b_evaluate.ipynb #c37d2592
 class Judge:
     """Compares outputs with `generate`'s, which it makes once a prompt, and settles ties in float64."""
 

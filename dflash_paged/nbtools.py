@@ -21,7 +21,7 @@ COLORS = {
     "text": "#222222",
 }
 
-
+# %% ../notebooks/00b_figures.ipynb #4913dc53
 class NothingRaised(AssertionError):
     """A call that a notebook documents as an error went through."""
 
@@ -39,7 +39,7 @@ def show_error(
         return
     raise NothingRaised("this call was expected to fail")
 
-
+# %% ../notebooks/00b_figures.ipynb #4c19793b
 def figures_dir() -> Path:
     """The project's `figures/` as seen from a notebook or from the top, created where it is missing."""
     here = Path.cwd()
@@ -77,7 +77,7 @@ def save_figure(figure, path: str | Path) -> Path:
     path.write_text(text, encoding="utf-8", newline="\n")
     return path
 
-
+# %% ../notebooks/00b_figures.ipynb #701d1438
 class Figure:
     """A saved figure as a cell's value: markdown with alt text and caption, so the notebook stays small."""
 
