@@ -41,7 +41,6 @@ def test_reserved_bytes_are_those_of_the_issue_that_started_this():
         num_key_value_heads=4, head_dim=128, block_size=8, num_target_layers=62, dflash_config={"mask_token_id": 3},
     ))
     buffer = DenseBuffer(DraftModel(config), 64, 131_072 + 11, torch.bfloat16, "meta")
-    assert buffer.bytes_per_row == 10_240
     assert tuple(buffer.k_buf.shape) == tuple(buffer.v_buf.shape) == (64, 5, 131_091, 4, 128)
     assert buffer.reserved_bytes == 8_389_824 * 10_240
     assert (round(buffer.reserved_bytes / 2**30, 2), round(buffer.reserved_bytes / 1e9, 2)) == (80.01, 85.91)
@@ -52,7 +51,7 @@ def test_bytes_are_reserved_for_every_slot_and_used_by_valid_rows(dtype, size):
     rollout = DraftRollout(make_tiny_drafter())
     dense = DenseContext(rollout.model, 5, 96, dtype)
     row = 2 * 2 * 2 * 16 * size  # K and V, layers, heads, head_dim
-    assert dense.bytes_per_row == row and dense.reserved_bytes == 5 * (96 + 5) * row and dense.used_bytes == 0
+    assert dense.reserved_bytes == 5 * (96 + 5) * row and dense.used_bytes == 0
     for i in rollout.ids:
         dense.begin(i, 0)
     total = 0

@@ -653,6 +653,26 @@ def test_a_callback_that_raises_loses_neither_results_nor_tokens(make, oracle, s
     assert seen[1] == results[1].token_ids and seen[2] == results[2].token_ids
 
 
+# BUG: generate drops what its own requests returned before the callback raised. Remove the mark once it is fixed.
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="generate drops finished results when a callback raises")
+def test_results_of_a_generate_that_a_callback_ends_come_with_the_next_steps(make, oracle, script):
+    def note(i, token):
+        if i == 1:
+            raise RuntimeError("the client went away")
+
+    engine = script.engine = make(max_batch_size=1)
+    prompts = [oracle.prompts[i] for i in (2, 5)]
+    with pytest.raises(RuntimeError, match="client went away"):
+        engine.generate(prompts, 6, stop_token_ids=[], on_token=note)
+    results = {}
+    while engine.running or engine.waiting or engine.finished:
+        try:
+            results.update((r.request_id, r) for r in engine.step())
+        except RuntimeError:
+            pass
+    assert {i: r.token_ids for i, r in results.items()} == {i: oracle(p, 6) for i, p in enumerate(prompts)}
+
+
 def test_generate_serves_its_prompts_and_keeps_others_results_for_the_next_step(make, oracle, script):
     engine = script.engine = make()
     early = engine.add_request(oracle.prompts[2], 3, stop_token_ids=[])
