@@ -7,6 +7,8 @@ __all__ = ['PADDING_PAGE_ID', 'PADDING_SLOT_ID', 'NO_TOKEN', 'MIN_TOKENS_PER_BLO
            'check_choice', 'check_tokens_per_block', 'check_tensor']
 
 # %% ../notebooks/00a_conventions.ipynb #e05ad9ff
+import operator
+
 import torch
 
 PADDING_PAGE_ID = -1  # an entry of a block table that names no page
@@ -24,8 +26,9 @@ def check_int(
 ) -> int:  # the value
     """Return `value` if it is an int in range; `ValueError` otherwise."""
     limit = f"an int >= {minimum}" if maximum is None else f"an int in {minimum}..{maximum}"
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, (bool, torch.Tensor)) or not hasattr(value, "__index__"):
         raise ValueError(f"{name}: expected {limit}, got {value!r}")
+    value = operator.index(value)  # numpy's integers too
     if value < minimum or (maximum is not None and value > maximum):
         raise ValueError(f"{name}: expected {limit}, got {value}")
     return value

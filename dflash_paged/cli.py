@@ -21,7 +21,7 @@ import torch
 import typer
 
 from .checks import check_choice, check_int
-from .drafter import DraftModel, load_drafter
+from .drafter import DraftModel, check_drafter_fits, load_drafter
 from .engine import Engine, RefusedRequest, RequestResult
 from dflash_paged.evaluate import (
     Judge, PromptRow, acceptance, environment, evaluate_prompts, human_eval_prompts, write_rows,
@@ -61,11 +61,12 @@ def read_prompts(path: str | Path | None = None) -> list[Prompt]:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"prompts: expected a file, found none at {path}")
+    is_json = path.suffix.lower() == ".json"
     try:
-        text = path.read_text(encoding="utf-8")
-        items = json.loads(text) if path.suffix == ".json" else [x for x in text.splitlines() if x.strip()]
-    except ValueError as error:
-        kind = "JSON" if path.suffix == ".json" else "UTF-8 text"
+        text = path.read_text(encoding="utf-8-sig")  # with a byte-order mark or without
+        items = json.loads(text) if is_json else [x for x in text.splitlines() if x.strip()]
+    except (ValueError, RecursionError) as error:
+        kind = "JSON" if is_json else "UTF-8 text"
         raise ValueError(f"prompts: {path.name} is not {kind}: {error}") from None
     if not isinstance(items, list) or not items:
         raise ValueError(f"prompts: expected {path.name} to hold a list of at least one prompt")
@@ -73,15 +74,18 @@ def read_prompts(path: str | Path | None = None) -> list[Prompt]:
 
 # %% ../notebooks/00_tour.ipynb #80d76834
 def encode_prompt(tokenizer, prompt: Prompt) -> list[int]:
-    """Token ids of `prompt`. `ValueError` if it needs a chat template that the tokenizer lacks."""
-    if not prompt.chat:
-        return tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
-    if not tokenizer.chat_template:
+    """Token ids of `prompt`. `ValueError` where the tokenizer has no chat template for it, or refuses the text."""
+    if prompt.chat and not tokenizer.chat_template:
         raise ValueError(f"prompt {prompt.name!r}: expected a tokenizer with a chat template, got one without")
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt.text}], tokenize=False, add_generation_prompt=True
-    )
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    try:
+        text = prompt.text
+        if prompt.chat:
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            )
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    except Exception as error:  # a template's or a tokenizer's own error, of whatever type
+        raise ValueError(f"prompt {prompt.name!r}: the tokenizer refuses it: {error}") from None
 
 # %% ../notebooks/00_tour.ipynb #a1fca411
 def decode_rate(result: RequestResult) -> float:
@@ -145,6 +149,15 @@ def run_context(
     )
 
 # %% ../notebooks/00_tour.ipynb #e61bbc19
+def _without_nan(value):
+    """None for NaN, which JSON doesn't have: a rate of a prompt that ended at once, say."""
+    if isinstance(value, dict):
+        return {k: _without_nan(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(v) for v in value]
+    return None if isinstance(value, float) and value != value else value
+
+
 @dataclass
 class DemoReport:
     """The demo's result: plain rates and one `ContextReport` a context, with the settings that made them."""
@@ -160,8 +173,8 @@ class DemoReport:
 
     def as_dict(self) -> dict:
         """The object that `--json` prints."""
-        return {"plain": self.plain, **{k: dict(vars(v)) for k, v in self.contexts.items()},
-                "settings": self.settings}
+        report = {"plain": self.plain, **{k: vars(v) for k, v in self.contexts.items()}, "settings": self.settings}
+        return _without_nan(report)
 
 
 def make_engine(model, drafter: DraftModel | None, prompts, max_new_tokens: int, batch: int, **options) -> Engine:
@@ -190,7 +203,7 @@ def run_plain(model, prompts, max_new_tokens: int, batch: int, judge: Judge, tic
             rates.append(decode_rate(result))
             tick()
     medians = {"generate": median_rate(list(judge.rates.values())), "engine": median_rate(rates)}
-    best = max(medians, key=lambda k: medians[k])
+    best = max(medians, key=lambda k: (medians[k] == medians[k], medians[k]))  # NaN never wins
     return {
         "tokens_per_s": medians[best], "fastest": best, "engine_lossless": same,
         "generate_tokens_per_s": medians["generate"], "engine_tokens_per_s": medians["engine"],
@@ -209,6 +222,7 @@ def run_demo(
     tick: Callable[[str], None] = lambda what: None,  # called for each finished prompt of each pass
 ) -> DemoReport:
     """Run every prompt plainly and under each context, cold and on a prefix hit, and compare the outputs."""
+    batch_size = min(batch_size, len(prompts))
     judge = Judge(model, prompts, max_new_tokens)
     plain, report = run_plain(model, prompts, max_new_tokens, batch_size, judge, lambda: tick("plain")), {}
     for name in contexts:
@@ -231,8 +245,7 @@ def _mib(num_bytes: int) -> str:
 
 def report_rows(report: DemoReport, with_speed: bool = True) -> list[list[str]]:
     """The demo's table, a header row first. Without speeds it is the same on every run."""
-    head = ["context", "accepted cold", "accepted hit", "tokens/s", "draft MiB reserved", "draft MiB used",
-            "blocks reused", "lossless"]
+    head = ["context", "accept cold", "accept hit", "tokens/s", "MiB reserved", "MiB used", "reused", "lossless"]
     rows = [["plain", "-", "-", f"{report.plain['tokens_per_s']:.1f}", "-", "-", "-",
              "yes" if report.plain["engine_lossless"] else "NO"]]
     for name, c in report.contexts.items():
@@ -240,7 +253,7 @@ def report_rows(report: DemoReport, with_speed: bool = True) -> list[list[str]]:
                      _mib(c.draft_context_reserved_bytes), _mib(c.draft_context_used_bytes),
                      str(c.blocks_reused), "yes" if c.lossless else "NO"])
         if c.acceptance_withheld is not None:
-            rows.append([f"{name}, draft rows withheld", "-", f"{c.acceptance_withheld:.2f}", "-", "-", "-", "-", "-"])
+            rows.append([f"{name}, withheld", "-", f"{c.acceptance_withheld:.2f}", "-", "-", "-", "-", "-"])
     skip = {3} if not with_speed else set()
     return [[cell for i, cell in enumerate(row) if i not in skip] for row in [head, *rows]]
 
@@ -291,15 +304,29 @@ def _say(status) -> Callable[..., None]:
     return say
 
 # %% ../notebooks/00_tour.ipynb #ea9e48f0
-def _check_options(tokens: int, k: int | None, batch_size: int, context: list[str], figure: Path) -> None:
+def _check_options(tokens: int, k: int | None, batch_size: int, context: list[str], **outputs: Path | None) -> None:
     check_int("--tokens", tokens, 1)
     check_int("--batch-size", batch_size, 1)
     if k is not None:
         check_int("--k", k, 1)
     for name in context:
         check_choice("--context", name, ("paged", "dense"))
-    if not figure.parent.is_dir():
-        raise ValueError(f"--figure: expected an existing folder, found none at {figure.parent}")
+    for name, path in outputs.items():
+        if path is not None:
+            _check_output(f"--{name}", path)
+
+
+def _check_output(option: str, path: Path) -> None:
+    """Raise `ValueError` if `path` can't be written: before the run, not after it."""
+    if path.is_dir() or not path.parent.is_dir() or not path.name:
+        raise ValueError(f"{option}: expected a file in an existing folder, got {str(path)!r}")
+    try:
+        existed = path.exists()
+        open(path, "ab").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"{option}: expected a file that can be written, got {str(path)!r}: {error.strerror}") from None
 
 
 def check_device(device: str) -> str:
@@ -314,16 +341,23 @@ def check_device(device: str) -> str:
 # %% ../notebooks/00_tour.ipynb #60ff7f46
 def load_everything(
     model: str | None, drafter: str | None, prompts: Path | None, max_new_tokens: int,
-    say: Callable[..., None], items: Sequence[dict] | None = None, device: str = "cpu",
+    say: Callable[..., None], items: Sequence[dict] | None = None, device: str = "cpu", k: int | None = None,
 ):
     """Load target, tokenizer, drafter and encoded prompts; every reason to stop is a `ValueError`."""
     chosen = read_prompts(prompts) if items is None else [_parse_prompt(i, "prompts") for i in items]
     draft = load_drafter(find_drafter(drafter), device=check_device(device))
+    if draft.config.draft_block_size < 2:
+        raise ValueError("drafter: expected block_size >= 2, since a block of 1 drafts nothing, got 1")
+    check_int("--k", 1 if k is None else k, 1, draft.config.draft_block_size - 1)
     files = find_target(model, progress=say)
     say("loading the target")
     network, tokenizer = load_target_model(files, device=device)
     encoded = [encode_prompt(tokenizer, p) for p in chosen]
-    limit = min(MAX_TOKENS_OF_A_PROMPT, network.config.max_position_embeddings - max_new_tokens - 1)
+    config = network.config
+    check_drafter_fits(draft.config, hidden_size=config.hidden_size, vocab_size=config.vocab_size,
+                       num_layers=config.num_hidden_layers)
+    check_int("--tokens", max_new_tokens, 1, config.max_position_embeddings - 2)
+    limit = min(MAX_TOKENS_OF_A_PROMPT, config.max_position_embeddings - max_new_tokens - 1)
     for prompt, ids in zip(chosen, encoded):
         if not 1 <= len(ids) <= limit:
             raise RefusedRequest(f"prompt {prompt.name!r}: expected 1 to {limit} tokens, got {len(ids)}: shorten it")
@@ -351,20 +385,20 @@ def demo(
 
     console = Console(stderr=as_json)
     try:
-        _check_options(tokens, k, batch_size, context or [], figure)
+        _check_options(tokens, k, batch_size, context or [], figure=figure, csv=csv)
         with console.status("starting") as status:
-            network, _, draft, encoded = load_everything(model, drafter, prompts, tokens, _say(status), None, device)
+            network, _, draft, encoded = load_everything(model, drafter, prompts, tokens, _say(status), None, device, k)
         report = _demo_with_progress(console, network, draft, encoded, tokens, k, context, batch_size)
     except (ValueError, OSError) as error:
         typer.echo(f"dflash-paged: {error}", err=True)
         raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), allow_nan=False))
+    else:
+        print_report(console, report, figure)
     save_figure(report_figure(report), figure)
     if csv is not None:
         write_report(csv, report)
-    if as_json:
-        typer.echo(json.dumps(report.as_dict()))
-    else:
-        print_report(console, report, figure)
     raise typer.Exit(0 if report.lossless else 1)
 
 # %% ../notebooks/00_tour.ipynb #d317a9fc
@@ -408,7 +442,7 @@ def print_report(console, report: DemoReport, figure: Path) -> None:
     from rich.table import Table
 
     head, *rows = report_rows(report)
-    table = Table(*head)
+    table = Table(*head, title="acceptance length; draft context; blocks reused on the hit")
     for row in rows:
         table.add_row(*row)
     console.print(table)
@@ -418,6 +452,8 @@ def print_report(console, report: DemoReport, figure: Path) -> None:
     for name, c in report.contexts.items():
         console.print(f"{name}: {c.tokens_per_s / plain['tokens_per_s']:.2f}x plain; blocks reused a prompt: "
                       f"{c.blocks_reused_per_prompt}" + (f"; ties: {c.ties}" if c.ties else ""))
+    if any(c.acceptance_withheld is not None for c in report.contexts.values()):
+        console.print("withheld: a hit whose blocks' draft rows count as missing")
     console.print(f"figure: {figure}")
 
 # %% ../notebooks/00_tour.ipynb #ee90e5b1
@@ -438,12 +474,19 @@ def evaluate(
     """Measure acceptance and losslessness over prompts; one CSV row a prompt."""
     try:
         check_int("--limit", limit, 1)
-        _check_options(tokens, k, batch_size, [], csv or Path("rows.csv"))
+        _check_options(tokens, k, batch_size, [], csv=csv)
         if human_eval is not None:
             check_choice("--human-eval", human_eval, ("raw", "chat"))
+            if prompts is not None:
+                raise ValueError("--human-eval and --prompts: expected one of them, got both")
         items = human_eval_prompts(human_eval) if human_eval else None
-        network, _, draft, encoded = load_everything(model, drafter, prompts, tokens, lambda *_: None, items, device)
-        encoded = [e for e in encoded if len(e) <= 600][:limit]
+        network, _, draft, encoded = load_everything(model, drafter, prompts, tokens, lambda *_: None, items, device, k)
+        short = [e for e in encoded if len(e) <= 600]
+        if not short:
+            raise ValueError(f"prompts: expected at least one of at most 600 tokens, got {len(encoded)} longer ones")
+        if len(short) < len(encoded):
+            typer.echo(f"left out: {len(encoded) - len(short)} prompts of more than 600 tokens", err=True)
+        encoded, batch_size = short[:limit], min(batch_size, len(short[:limit]))
         rows = _evaluate_with_progress(network, draft, encoded, tokens, k, batch_size, check)
     except (ValueError, OSError) as error:
         typer.echo(f"dflash-paged: {error}", err=True)
@@ -473,7 +516,8 @@ def summary(rows: Sequence[PromptRow]) -> str:
     checked = [r for r in rows if r.lossless is not None]
     differ = sum(not r.lossless for r in checked)
     ties = sum(r.num_ties for r in rows)
-    return (f"{len(rows)} prompts: acceptance length {gained / passes:.3f}; compared with generate: {len(checked)}, "
+    mean = f"{gained / passes:.3f}" if passes else "-"
+    return (f"{len(rows)} prompts: acceptance length {mean}; compared with generate: {len(checked)}, "
             f"different: {differ}, ties: {ties}")
 
 def main() -> None:

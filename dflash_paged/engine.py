@@ -6,15 +6,15 @@
 __all__ = ['CONTEXTS', 'KV_DTYPES', 'RefusedRequest', 'RequestStats', 'RequestResult', 'RunningRequest', 'emit_tokens',
            'count_accepted', 'slots_of_rows', 'pick_num_draft_tokens', 'make_context', 'EngineState', 'blocks_at_end',
            'has_room', 'admit', 'StepPlan', 'plan_step', 'decode_rows', 'prefill_rows', 'build_target_batch', 'accept',
-           'draft_next', 'settle', 'deliver', 'result_of', 'finish', 'record_draft_bytes', 'token_list', 'check_prompt',
-           'check_ever_fits', 'abort_request', 'RequestQueue', 'Engine']
+           'draft_next', 'settle', 'save', 'restore', 'deliver', 'result_of', 'finish', 'record_draft_bytes',
+           'token_list', 'check_prompt', 'check_ever_fits', 'abort_request', 'RequestQueue', 'Engine']
 
 # %% ../notebooks/08_engine.ipynb #9589a65d
 import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -171,12 +171,17 @@ class EngineState:
 
     def __init__(
         self, target, drafter=None, *, num_draft_tokens=None, context="paged", max_batch_size=4,
-        max_seq_len=1024, max_step_tokens=1024, tokens_per_block=32, num_blocks=None, kv_cache_bytes=None,
+        max_seq_len=None, max_step_tokens=1024, tokens_per_block=32, num_blocks=None, kv_cache_bytes=None,
         kv_dtype=None, enable_prefix_reuse=True,
     ):
         check_choice("context", context, CONTEXTS)
         check_tokens_per_block(tokens_per_block)
         check_int("max_batch_size", max_batch_size, 1)
+        if not isinstance(target, PagedTarget):
+            raise ValueError(f"target: expected a PagedTarget, got {type(target).__name__}")
+        if drafter is not None and not isinstance(drafter, DraftModel):
+            raise ValueError(f"drafter: expected a DraftModel or None, got {type(drafter).__name__}")
+        max_seq_len = min(1024, target.max_positions) if max_seq_len is None else max_seq_len
         check_int("max_seq_len", max_seq_len, 2, target.max_positions)
         self.num_draft_tokens = pick_num_draft_tokens(target, drafter, num_draft_tokens)
         self.num_query_rows = self.num_draft_tokens + 1
@@ -228,21 +233,25 @@ def has_room(state: EngineState, request: RunningRequest) -> bool:
 def admit(state: EngineState) -> None:
     """Move waiting requests, oldest first, to running while slots and blocks allow."""
     while state.waiting and len(state.running) < state.max_batch_size and has_room(state, state.waiting[0]):
-        request = state.waiting.popleft()
-        start = state.manager.add_sequence(
-            state.num_sequences, request.tokens, salt=request.salt, reuse_prefix=request.reuse_prefix
-        )
-        request.cache_id, request.num_rows = state.num_sequences, start.num_reused_tokens
+        request, cache_id = state.waiting[0], state.num_sequences
         state.num_sequences += 1
-        state.running.append(request)
-        request.start_s = time.perf_counter()
+        start = state.manager.add_sequence(
+            cache_id, request.tokens, salt=request.salt, reuse_prefix=request.reuse_prefix
+        )
         stats = request.stats
         stats.num_reused_tokens, stats.num_reused_blocks = start.num_reused_tokens, start.num_reused_blocks
         # Without draft rows of the reused span (dense), the context starts behind it.
         dense = state.context is not None and state.context.name == "dense"
         stats.ctx_start = start.num_reused_tokens if dense else start.ctx_start
-        if state.context is not None:
-            state.context.begin(request.cache_id, stats.ctx_start)
+        try:
+            if state.context is not None:
+                state.context.begin(cache_id, stats.ctx_start)
+        except BaseException:
+            state.manager.free_resources(cache_id)  # it stays the first in the queue
+            raise
+        request.cache_id, request.num_rows = cache_id, start.num_reused_tokens
+        request.start_s = time.perf_counter()
+        state.running.append(state.waiting.popleft())
 
 # %% ../notebooks/08_engine.ipynb #4e5a7946
 @dataclass
@@ -393,6 +402,19 @@ def settle(state: EngineState, plan: StepPlan, kept: list[int]) -> None:
             state.finished.append(finish(state, request, now))
 
 
+def save(request: RunningRequest) -> tuple:
+    """What a step changes of `request` before the manager commits it."""
+    return len(request.tokens), list(request.drafts), request.first_token_s, replace(request.stats)
+
+
+def restore(state: EngineState, request: RunningRequest, saved: tuple) -> None:
+    """Undo a step that failed: its tokens, drafts and counts go, and its reserved blocks go back."""
+    state.manager.rewind(request.cache_id, 0)
+    del request.tokens[saved[0] :]
+    _, request.drafts, request.first_token_s, request.stats = saved
+    request.finish_reason = None
+
+
 def deliver(state: EngineState, requests: Sequence[RunningRequest]) -> None:
     """Call `on_token` for new tokens, after the step is settled: a callback may abort, or raise.
 
@@ -443,13 +465,16 @@ def record_draft_bytes(state: EngineState) -> None:
     state.peak_draft_bytes = max(state.peak_draft_bytes, now, key=lambda pair: pair[1])
 
 # %% ../notebooks/08_engine.ipynb #5fe794cd
-def token_list(name: str, tokens: object) -> list[int]:
+def token_list(name: str, tokens: object, unordered: tuple = (dict, set, frozenset)) -> list[int]:
     """Return `tokens` as a list of ints; `RefusedRequest` if it is anything else than a sequence of them."""
     if isinstance(tokens, torch.Tensor):
         tokens = tokens.tolist()
-    if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Iterable):
+    if isinstance(tokens, (str, bytes, *unordered)) or not isinstance(tokens, Iterable):
         raise RefusedRequest(f"{name}: expected a sequence of token ids, got {tokens!r:.60}")
     try:
+        tokens = list(tokens)
+        if any(isinstance(t, bool) for t in tokens):
+            raise TypeError
         return [operator.index(t) for t in tokens]
     except TypeError:
         raise RefusedRequest(f"{name}: expected a sequence of ints, got {tokens!r:.60}") from None
@@ -516,10 +541,12 @@ class RequestQueue(EngineState):
         self, prompt, max_new_tokens, *, stop_token_ids=None, reuse_prefix=True, salt=None, on_token=None
     ) -> RunningRequest:
         tokens = check_prompt(self, prompt, max_new_tokens, salt)
-        stops = self.target.eos_token_ids if stop_token_ids is None else token_list("stop_token_ids", stop_token_ids)
+        stops = self.target.eos_token_ids if stop_token_ids is None else token_list("stop_token_ids", stop_token_ids, (dict,))
         request = RunningRequest(
             -1, tokens, len(tokens), max_new_tokens, frozenset(stops), reuse_prefix, salt, on_token
         )
+        if on_token is not None and not callable(on_token):
+            raise RefusedRequest(f"on_token: expected a callable or None, got {on_token!r:.60}")
         check_ever_fits(self, request)
         return request
 
@@ -540,7 +567,7 @@ class Engine(RequestQueue):
     `num_draft_tokens` K is 0..B-1; K = 0, or no drafter, decodes plainly. `context` "paged" registers the
     draft layers as spec layers of the target's manager; "dense" keeps TensorRT-LLM's worst-case buffer beside
     it. Give the pool's size as `num_blocks` or `kv_cache_bytes`; by default every slot can grow to
-    `max_seq_len` tokens. `max_step_tokens` bounds the rows of one target pass, so longer prompts are
+    `max_seq_len` tokens (default: 1024, or the model's limit where that is less). `max_step_tokens` bounds the rows of one target pass, so longer prompts are
     prefilled in chunks. `kv_dtype` is the pages' dtype by name (default: the model's). Raises `ValueError`
     naming the argument that doesn't fit.
     """
@@ -550,7 +577,13 @@ class Engine(RequestQueue):
         admit(self)
         plan = plan_step(self)
         if plan.requests:
-            self._run(plan)
+            before = [save(r) for r in plan.requests]
+            try:
+                self._run(plan)
+            except BaseException:  # the step didn't happen: it may be tried again
+                for request, saved in zip(plan.requests, before):
+                    restore(self, request, saved)
+                raise
         deliver(self, plan.requests)
         finished, self.finished = self.finished, []
         return finished
@@ -570,11 +603,20 @@ class Engine(RequestQueue):
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options
     ) -> list[RequestResult]:
-        """Serve `prompts` (token ids), in order; `options` as in `add_request`."""
+        """Serve `prompts` (token ids), in order; `options` as in `add_request`.
+
+        If a callback raises, this call's unfinished requests are aborted; all its results come with the next step.
+        """
         requests = [self._make_request(p, max_new_tokens, **options) for p in prompts]  # all or none
         ids = {self._enqueue(r) for r in requests}
-        while not all(r.finish_reason for r in requests):
-            assert self.running or self.waiting, "a request was lost"
-            others = [r for r in self.step() if r.request_id not in ids]
-            self.finished += others  # the next step's
+        seen: list[RequestResult] = []
+        try:
+            while not all(r.finish_reason for r in requests):
+                assert self.running or self.waiting, "a request was lost"
+                seen += self.step()
+        except BaseException:  # nobody waits for the rest: end it; what there is comes with the next step
+            seen += [abort_request(self, r.request_id) for r in requests if not r.finish_reason]
+            self.finished = seen + self.finished
+            raise
+        self.finished = [r for r in seen if r.request_id not in ids] + self.finished
         return [result_of(r) for r in requests]

@@ -25,7 +25,7 @@ TIE_GAP = 1e-5  # design rule: logits closer than this in float64 are a tie
 # %% ../notebooks/08b_evaluate.ipynb #b1c1823a
 def generate_reference(model, prompt: Sequence[int], max_new_tokens: int) -> tuple[list[int], float]:
     """Greedy tokens of transformers' `generate`, and tokens/s after the first token."""
-    from transformers import StoppingCriteria, StoppingCriteriaList
+    from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
     stamps: list[float] = []
 
@@ -34,11 +34,16 @@ def generate_reference(model, prompt: Sequence[int], max_new_tokens: int) -> tup
             stamps.append(time.perf_counter())
             return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-    ids = torch.tensor([list(prompt)], device=model.device)
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False,
-        stopping_criteria=StoppingCriteriaList([Clock()]),
-    )
+    ids, own = torch.tensor([list(prompt)], device=model.device), model.generation_config
+    # Plain greedy, whatever penalties or beams a checkpoint's generation config asks for.
+    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
+    try:
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False,
+            stopping_criteria=StoppingCriteriaList([Clock()]),
+        )
+    finally:
+        model.generation_config = own
     took = stamps[-1] - stamps[0]
     return out[0, len(prompt) :].tolist(), (len(stamps) - 1) / took if took > 0 else float("nan")
 
