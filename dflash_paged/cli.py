@@ -318,9 +318,9 @@ def _check_options(tokens: int, k: int | None, batch_size: int, context: list[st
 
 def _check_output(option: str, path: Path) -> None:
     """Raise `ValueError` if `path` can't be written: before the run, not after it."""
-    if path.is_dir() or not path.parent.is_dir() or not path.name:
-        raise ValueError(f"{option}: expected a file in an existing folder, got {str(path)!r}")
     try:
+        if path.is_dir() or not path.parent.is_dir() or not path.name:
+            raise ValueError(f"{option}: expected a file in an existing folder, got {str(path)!r}")
         existed = path.exists()
         open(path, "ab").close()
         if not existed:

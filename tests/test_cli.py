@@ -288,3 +288,78 @@ def test_demo_csv_has_a_row_a_context(tiny_cli, tmp_path):
     lines = path.read_text(encoding="utf-8").splitlines()
     assert [line.split(",")[0].strip('"') for line in lines[1:]] == ["plain", "plain", "paged", "dense"]
     assert {"times_plain", "device", "torch", "commit", "max_new_tokens"} <= set(lines[0].split(","))
+
+
+# ---------------------------------------------------------------- what a breaker found
+
+
+def test_one_token_gives_json_without_nan(tiny_cli, tmp_path):
+    """Without a verify pass there is no acceptance: null, and the object is valid JSON."""
+    result = tiny_cli("demo", "--tokens", "1", "--json", "--figure", str(tmp_path / "f.svg"))
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert report["paged"]["acceptance_cold"] is None
+    result = tiny_cli("evaluate", "--tokens", "1")
+    assert result.exit_code == 0 and "acceptance length -" in result.output
+
+
+@pytest.mark.parametrize("option", ["figure", "csv"])
+def test_outputs_are_checked_before_the_run(option, monkeypatch, tmp_path):
+    """A folder, a missing folder or a name that can't be: exit code 2 and the option's name, before any loading."""
+    monkeypatch.setattr(cli, "load_everything", lambda *args: pytest.fail("loaded"))
+    for path in (tmp_path, tmp_path / "no" / "x", tmp_path / ("n" * 300)):
+        result = run("demo", f"--{option}", str(path))
+        assert result.exit_code == 2 and f"--{option}" in result.output, result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_prompts_with_a_byte_order_mark_and_odd_suffix(tmp_path):
+    """A BOM is no part of the first prompt, and .JSON is JSON."""
+    path = tmp_path / "p.txt"
+    path.write_text("one\n", encoding="utf-8-sig")
+    assert cli.read_prompts(path)[0].text == "one"
+    path = tmp_path / "p.JSON"
+    path.write_text('["two"]', encoding="utf-8-sig")
+    assert cli.read_prompts(path)[0].text == "two"
+    path.write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(ValueError, match="not JSON"):
+        cli.read_prompts(path)
+
+
+def test_a_template_that_raises_is_one_sentence():
+    """An error of the tokenizer or its template names the prompt."""
+
+    class Broken:
+        chat_template = "{{ raise_exception('no') }}"
+
+        def apply_chat_template(self, *args, **kwargs):
+            raise RuntimeError("no")
+
+    with pytest.raises(ValueError, match="'hi there'.*no"):
+        cli.encode_prompt(Broken(), cli.Prompt("hi there", "x", True))
+
+
+def test_reference_ignores_penalties_of_the_generation_config(tiny_target):
+    """A checkpoint's own repetition penalty is no part of plain greedy decoding."""
+    plain = Judge(tiny_target, PROMPTS, 16).reference(1)
+    own = tiny_target.generation_config
+    try:
+        tiny_target.generation_config = type(own)(
+            eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id, repetition_penalty=5.0
+        )
+        assert Judge(tiny_target, PROMPTS, 16).reference(1) == plain
+        assert tiny_target.generation_config.repetition_penalty == 5.0
+    finally:
+        tiny_target.generation_config = own
+
+
+def test_human_eval_and_prompts_exclude_each_other(tmp_path):
+    """Two sources of prompts: exit code 2."""
+    result = run("evaluate", "--human-eval", "raw", "--prompts", str(tmp_path / "p.txt"))
+    assert result.exit_code == 2 and "expected one of them" in result.output
+
+
+def test_batch_is_no_larger_than_the_prompts(tiny_cli, tmp_path):
+    """A batch of a million requests allocates for the three that there are."""
+    result = tiny_cli("demo", "--tokens", "2", "--batch-size", "1000000", "--figure", str(tmp_path / "f.svg"))
+    assert result.exit_code == 0, result.output

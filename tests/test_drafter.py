@@ -553,3 +553,27 @@ def test_a_drafter_for_another_target_is_refused_with_both_numbers(name, value):
     field = {"num_layers": "num_target_layers"}.get(name, name)
     with pytest.raises(ValueError, match=f"{field} {value}.* got {sizes[name]}"):
         check_drafter_fits(config, **{**sizes, name: value})
+
+
+# Weights that are not what they seem
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda s: s.update({"fc.weight": s["fc.weight"] * float("nan")}), "finite"),
+        (lambda s: s.update({"fc.weight": s["fc.weight"].to(torch.int8)}), "int8"),
+    ],
+)
+def test_weights_that_are_nan_or_integers_are_refused(saved, change, reason):
+    with pytest.raises(ValueError, match=f"fc.weight.*{reason}|{reason}.*fc.weight"):
+        load_drafter(saved(change))
+
+
+def test_other_safetensors_beside_the_model_change_nothing(saved):
+    from safetensors.torch import load_file, save_file
+
+    directory = saved(lambda s: None)
+    state = load_file(directory / "model.safetensors")
+    save_file({k: torch.zeros_like(v) for k, v in state.items()}, directory / "old.safetensors")
+    assert torch.equal(load_drafter(directory).fc.weight, state["fc.weight"])

@@ -303,3 +303,33 @@ def test_a_model_without_layers_or_head_is_refused():
 def test_a_target_stays_in_inference_mode():
     target = TargetModel(make_tiny_target().train())
     assert not target.model.training and not any(p.requires_grad for p in target.model.parameters())
+
+
+# Architectures whose attention is more than pages of K and V under a softmax
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        (dict(layer_types=["full_attention", "linear_attention"]), "linear_attention"),
+        (dict(layer_types=["conv"]), "conv"), (dict(attention_chunk_size=8192), "chunk"),
+        (dict(rope_parameters={"rope_type": "longrope"}), "longrope"), (dict(rope_scaling={"type": "dynamic"}), "dynamic"),
+        (dict(layers_block_type=["recurrent"]), "recurrent"),
+    ],
+)
+def test_architectures_that_pages_cannot_serve_are_refused(fields, reason):
+    from types import SimpleNamespace
+
+    from dflash_paged.target import check_architecture
+
+    check_architecture(SimpleNamespace(layer_types=["full_attention", "sliding_attention"]))
+    with pytest.raises(ValueError, match=reason):
+        check_architecture(SimpleNamespace(**fields))
+
+
+def test_attention_arguments_that_change_the_softmax_are_refused():
+    from dflash_paged.target import paged_attention_forward
+
+    x = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(ValueError, match="s_aux"):
+        paged_attention_forward(torch.nn.Module(), x, x, x, paged_batch=object(), s_aux=torch.zeros(2))
