@@ -419,6 +419,14 @@ def test_the_recorded_run_reaches_the_prototype():
         assert gained / passes >= floor
 
 
+@pytest.mark.parametrize("form", ["raw", "chat"])
+def test_the_recorded_walk_needs_as_many_passes_as_the_recorded_engine(form):
+    data = ROOT / "figures" / "data"
+    engine = [r["num_verify_passes"] for r in T.read_csv(data / f"acceptance_human_eval_{form}.csv")]
+    walk = {r["prompts"]: r for r in T.read_csv(data / "training_acceptance.csv")}[f"human_eval_{form}"]
+    assert walk["passes_by_prompt"].split() == engine[: int(walk["sequences"])]
+
+
 def test_the_record_says_where_and_how_the_shipped_weights_were_made():
     rows = T.read_csv(ROOT / "figures" / "data" / "training_run.csv")
     run = {(r["stage"], r["name"]): r["value"] for r in rows}
