@@ -43,7 +43,7 @@ def check_choice(name: str, value: object, choices: tuple) -> object:
 
 def check_tokens_per_block(value: int) -> int:
     """Return `value` if it is a power of two from 8 to 256; `ValueError` otherwise."""
-    check_int("tokens_per_block", value, 1)
+    value = check_int("tokens_per_block", value, 1)
     if value & (value - 1) or not MIN_TOKENS_PER_BLOCK <= value <= MAX_TOKENS_PER_BLOCK:
         raise ValueError(
             f"tokens_per_block: expected a power of two from {MIN_TOKENS_PER_BLOCK} to "

@@ -191,7 +191,7 @@ class PagedTarget(TargetModel):
         own = self.config._attn_implementation
         try:
             hooks = [layers[i].register_forward_hook(self._hook(i)) for i in set(self.target_layer_ids)]
-            self.model.set_attn_implementation(ATTENTION_NAME)
+            self.config._attn_implementation = ATTENTION_NAME  # as set_attn_implementation, less its walk of modules
             hidden = self.model.model(
                 input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False,
                 paged_batch=batch,
@@ -200,7 +200,7 @@ class PagedTarget(TargetModel):
             self._features[self.num_layers - 1] = hidden[None]
             kept = [self._features[i][0] for i in self.target_layer_ids]
         finally:
-            self.model.set_attn_implementation(own)
+            self.config._attn_implementation = own
             for hook in hooks:
                 hook.remove()
             self._features.clear()
