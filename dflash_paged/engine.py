@@ -452,15 +452,18 @@ def finish(state: EngineState, request: RunningRequest, now: float) -> RequestRe
     return result_of(request)
 
 # %% ../notebooks/08_engine.ipynb #6df63549
-def record_draft_bytes(state: EngineState) -> None:
-    """Keep the peak of bytes that draft rows hold (blocks of running requests, or the buffer) and fill."""
+def record_draft_bytes(state: EngineState, num_kept: int) -> None:
+    """Keep the peak of bytes that draft rows hold (blocks of running requests, or the buffer) and fill.
+
+    `num_kept` rows of this step are stored and not yet in the requests' counts.
+    """
     if state.context is None:
         return
     if state.context.name == "dense":
         now = (state.context.reserved_bytes, state.context.used_bytes)
     else:
         blocks = state.manager.stats().num_referenced
-        rows = sum(r.num_rows for r in state.running)
+        rows = num_kept + sum(r.num_rows for r in state.running)
         now = (blocks * state.tokens_per_block * state.draft_row_bytes, rows * state.draft_row_bytes)
     state.peak_draft_bytes = max(state.peak_draft_bytes, now, key=lambda pair: pair[1])
 
@@ -597,7 +600,7 @@ class Engine(RequestQueue):
         kept = accept(self, plan, hidden)
         if self.context is not None:
             draft_next(self, plan, kept, batch, features)
-        record_draft_bytes(self)
+        record_draft_bytes(self, sum(kept))
         settle(self, plan, kept)
 
     def generate(
