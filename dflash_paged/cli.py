@@ -177,7 +177,7 @@ class DemoReport:
         report = {"plain": self.plain, **{k: vars(v) for k, v in self.contexts.items()}, "settings": self.settings}
         return _without_nan(report)
 
-
+# %% ../notebooks/00_tour.ipynb #055da92b
 def make_engine(model, drafter: DraftModel | None, prompts, max_new_tokens: int, batch: int, **options) -> Engine:
     """An engine that, like a server, admits sequences of 1,024 tokens, or of these prompts' length if that is more.
 
@@ -281,6 +281,8 @@ def report_figure(report: DemoReport):
         for i, (_, value, color) in enumerate(bars):
             left.bar(i, value, color=COLORS[color])
             left.text(i, value, f"{value:.2f}", ha="center", va="bottom")
+        left.margins(y=0.12)
+        right.margins(y=0.12)
         left.set_xticks(range(len(bars)), [b[0] for b in bars], fontsize=8)
         left.set(ylabel="acceptance length (tokens)", title="A prefix hit keeps the draft context only on pages")
         left.title.set_fontsize(10)

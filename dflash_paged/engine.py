@@ -7,7 +7,7 @@ __all__ = ['CONTEXTS', 'KV_DTYPES', 'RefusedRequest', 'RequestStats', 'RequestRe
            'count_accepted', 'slots_of_rows', 'pick_num_draft_tokens', 'make_context', 'EngineState', 'blocks_at_end',
            'has_room', 'admit', 'StepPlan', 'plan_step', 'decode_rows', 'prefill_rows', 'build_target_batch', 'accept',
            'draft_next', 'settle', 'save', 'restore', 'deliver', 'result_of', 'finish', 'record_draft_bytes',
-           'token_list', 'check_prompt', 'check_ever_fits', 'abort_request', 'RequestQueue', 'Engine']
+           'token_list', 'check_prompt', 'check_ever_fits', 'abort_request', 'RequestQueue', 'StepRunner', 'Engine']
 
 # %% ../notebooks/08_engine.ipynb #9589a65d
 import operator
@@ -181,8 +181,8 @@ class EngineState:
             raise ValueError(f"target: expected a PagedTarget, got {type(target).__name__}")
         if drafter is not None and not isinstance(drafter, DraftModel):
             raise ValueError(f"drafter: expected a DraftModel or None, got {type(drafter).__name__}")
-        max_seq_len = min(1024, target.max_positions) if max_seq_len is None else max_seq_len
-        check_int("max_seq_len", max_seq_len, 2, target.max_positions)
+        limit = target.max_positions
+        max_seq_len = check_int("max_seq_len", min(1024, limit) if max_seq_len is None else max_seq_len, 2, limit)
         self.num_draft_tokens = pick_num_draft_tokens(target, drafter, num_draft_tokens)
         self.num_query_rows = self.num_draft_tokens + 1
         check_int("max_step_tokens", max_step_tokens, max_batch_size * self.num_query_rows)
@@ -205,8 +205,7 @@ class EngineState:
         )
         self.draft_row_bytes = sum(s.bytes_per_token for s in draft_specs)
         self.target_pages = [self.manager.page_view(i) for i in range(target.num_layers)]
-        self.waiting: deque[RunningRequest] = deque()
-        self.running: list[RunningRequest] = []
+        self.waiting, self.running = deque[RunningRequest](), list[RunningRequest]()
         self.num_requests = self.num_sequences = 0
         self.finished: list[RequestResult] = []  # not yet returned by a step
         self.undelivered: deque[tuple[RunningRequest, int]] = deque()  # tokens that on_token has yet to see
@@ -564,16 +563,8 @@ class RequestQueue(EngineState):
         return abort_request(self, request_id)
 
 # %% ../notebooks/08_engine.ipynb #73c8dc5b
-class Engine(RequestQueue):
-    """Greedy speculative decoding of several requests over one paged KV cache.
-
-    `num_draft_tokens` K is 0..B-1; K = 0, or no drafter, decodes plainly. `context` "paged" registers the
-    draft layers as spec layers of the target's manager; "dense" keeps TensorRT-LLM's worst-case buffer beside
-    it. Give the pool's size as `num_blocks` or `kv_cache_bytes`; by default every slot can grow to
-    `max_seq_len` tokens (default: 1024, or the model's limit where that is less). `max_step_tokens` bounds the rows of one target pass, so longer prompts are
-    prefilled in chunks. `kv_dtype` is the pages' dtype by name (default: the model's). Raises `ValueError`
-    naming the argument that doesn't fit.
-    """
+class StepRunner(RequestQueue):
+    """A step, whole or not at all."""
 
     def step(self) -> list[RequestResult]:
         """Run one step of every running request; returns those that finished since the last one."""
@@ -602,6 +593,18 @@ class Engine(RequestQueue):
             draft_next(self, plan, kept, batch, features)
         record_draft_bytes(self, sum(kept))
         settle(self, plan, kept)
+
+# %% ../notebooks/08_engine.ipynb #571914f6
+class Engine(StepRunner):
+    """Greedy speculative decoding of several requests over one paged KV cache.
+
+    `num_draft_tokens` K is 0..B-1; K = 0, or no drafter, decodes plainly. `context` "paged" registers the
+    draft layers as spec layers of the target's manager; "dense" keeps TensorRT-LLM's worst-case buffer beside
+    it. Give the pool's size as `num_blocks` or `kv_cache_bytes`; by default every slot can grow to
+    `max_seq_len` tokens (default: 1024, or the model's limit where that is less). `max_step_tokens` bounds the rows of one target pass, so longer prompts are
+    prefilled in chunks. `kv_dtype` is the pages' dtype by name (default: the model's). Raises `ValueError`
+    naming the argument that doesn't fit.
+    """
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options

@@ -118,7 +118,7 @@ def check_architecture(config) -> None:
     if kind in ("dynamic", "longrope"):
         raise ValueError(f"target: expected a RoPE that doesn't depend on the batch's lengths, got rope_type {kind}")
 
-
+# %% ../notebooks/07c_target.ipynb #84fb9a17
 class TargetModel:
     """A transformers causal language model and what the engine needs to know of it.
 

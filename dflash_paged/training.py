@@ -735,8 +735,7 @@ class FeatureBank:
         rows = min(room, len(self.tokens))
         self.features = torch.empty(rows, self.width, dtype=dtype, device=self.device)
         self.last_hidden = torch.empty(rows, self.hidden, dtype=dtype, device=self.device)
-        stride = -(-len(self.lengths) // 512)
-        self.scale = feature_rms(target, self._rows(range(0, len(self.lengths), stride)))
+        self.scale = feature_rms(target, self._rows(range(0, len(self.lengths), -(-len(self.lengths) // 512))))
 
     def _rows(self, indices: Sequence[int]) -> list[torch.Tensor]:
         return [self.tokens[self.starts[i] : self.starts[i] + self.lengths[i]] for i in indices]

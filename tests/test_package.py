@@ -1,6 +1,7 @@
 """The package as a whole: imports, metadata, notebooks and the files that must agree with each other."""
 
 import ast
+import csv
 import json
 import os
 import re
@@ -176,3 +177,29 @@ def test_version_is_one():
     """The package's version is the citation file's."""
     text = (TOP / "CITATION.cff").read_text(encoding="utf-8")
     assert f"version: {dflash_paged.__version__}" in text
+
+
+def recorded(name: str) -> list[dict]:
+    """Rows of a recorded measurement."""
+    with open(TOP / "figures" / "data" / f"{name}.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_readme_numbers_are_the_recorded_ones():
+    """Acceptance, losslessness and speed in the README come from figures/data, whose rows name their machine."""
+    text = (TOP / "README.md").read_text(encoding="utf-8")
+    for form in ("raw", "chat"):
+        rows = recorded(f"acceptance_human_eval_{form}")
+        assert len(rows) == 100 and all(r["device"] and r["torch"] and r["commit"] for r in rows)
+        mean = sum(int(r["num_gained_tokens"]) for r in rows) / sum(int(r["num_verify_passes"]) for r in rows)
+        assert f"| {mean:.3f} |" in text
+        assert mean >= {"raw": 2.9, "chat": 3.1}[form]
+    rows = recorded("lossless_human_eval")
+    assert len(rows) == 40 and all(r["lossless"] == "True" for r in rows)
+    demo = {r["context"]: r for r in recorded("demo_cpu")}
+    for name in ("paged", "dense"):
+        rate, times = float(demo[name]["tokens_per_s"]), float(demo[name]["times_plain"])
+        assert f"{rate:.1f} ({times:.2f}x)" in text
+    cold, hit = (float(demo["paged"][k]) for k in ("acceptance_cold", "acceptance_hit"))
+    assert abs(hit - cold) <= 0.02 * cold
+    assert demo["paged"]["lossless"] == demo["dense"]["lossless"] == "True"
