@@ -463,6 +463,12 @@ def print_report(console, report: DemoReport, figure: Path) -> None:
     for name, c in report.contexts.items():
         console.print(f"{name}: {c.tokens_per_s / plain['tokens_per_s']:.2f}x plain; blocks reused a prompt: "
                       f"{c.blocks_reused_per_prompt}" + (f"; ties: {c.ties}" if c.ties else ""))
+    short = sum(not n for n in next(iter(report.contexts.values())).blocks_reused_per_prompt)
+    if short:
+        console.print(f"{short} prompts are shorter than a block of {TOKENS_PER_BLOCK} tokens and can reuse nothing")
+    still = sum(a != a for a in next(iter(report.contexts.values())).acceptance_per_prompt)
+    if still:
+        console.print(f"{still} prompts ended before any verify pass: no acceptance, no rate")
     if any(c.acceptance_withheld is not None for c in report.contexts.values()):
         console.print("withheld: a hit whose blocks' draft rows count as missing")
     console.print(f"figure: {figure}")

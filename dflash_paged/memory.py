@@ -737,7 +737,11 @@ def plan_capacity(
     lengths: Lengths,  # of the requests that run at one moment
     serving: Serving,  # limits, dtypes, dense or paged
 ) -> CapacityPlan:
-    """How many requests and tokens fit; `ValueError` for settings that contradict each other."""
+    """How many requests and tokens fit; `ValueError` for settings that contradict each other.
+
+    Weights that a geometry doesn't state (`weights_bytes` 0, most of the catalogue) take no room here: set them with
+    `dataclasses.replace` before trusting the counts. `plan_summary` names plans made without them.
+    """
     _check_plan(pair, lengths, serving)
     target, draft = _pool_layers(pair, machine, serving)
     parts = [target[part.start : part.stop] for part in pp_split(len(target), machine.pp_size)]
@@ -798,7 +802,9 @@ def plan_table(plans: Sequence[CapacityPlan]) -> str:
 def plan_summary(plans: Sequence[CapacityPlan]) -> str:
     """One line: what runs under each plan and what stops it."""
     return "; ".join(
-        f"{p.context} {SHORT_DTYPE[p.kv_dtype]}: {p.requests:,} requests, {p.limited_by}" for p in plans
+        f"{p.context} {SHORT_DTYPE[p.kv_dtype]}: {p.requests:,} requests, {p.limited_by}"
+        + ("" if all(r.weights_bytes for r in p.ranks) else " (weights unknown, counted as none)")
+        for p in plans
     )
 
 
