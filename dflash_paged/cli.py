@@ -445,7 +445,7 @@ def write_report(path: Path, report: DemoReport) -> None:
         writer.writeheader()
         writer.writerows({**row, **shared} for row in rows)
 
-
+# %% ../notebooks/00_tour.ipynb #ce014570
 def print_report(console, report: DemoReport, figure: Path) -> None:
     """Print the table, the speed-up, ties if any, and where the figure went."""
     from rich import box
