@@ -249,7 +249,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'dflash_paged.engine.result_of': ('engine.html#result_of', 'dflash_paged/engine.py'),
                                      'dflash_paged.engine.save': ('engine.html#save', 'dflash_paged/engine.py'),
                                      'dflash_paged.engine.settle': ('engine.html#settle', 'dflash_paged/engine.py'),
-                                     'dflash_paged.engine.slots_of_rows': ('engine.html#slots_of_rows', 'dflash_paged/engine.py'),
                                      'dflash_paged.engine.token_list': ('engine.html#token_list', 'dflash_paged/engine.py')},
             'dflash_paged.evaluate': { 'dflash_paged.evaluate.Judge': ('evaluate.html#judge', 'dflash_paged/evaluate.py'),
                                        'dflash_paged.evaluate.Judge.__call__': ('evaluate.html#judge.__call__', 'dflash_paged/evaluate.py'),

@@ -585,5 +585,5 @@ def draft_tokens(
         x = x * config.input_embedding_scale
     hidden = model(x, inputs.query_positions.view(num_requests, -1), attend)
     # Multiplier and soft cap are monotone: they can't move the argmax. The bonus row goes through the head
-    # too, because a head product on Q rows can be faster than one on K (measured on a CPU).
+    # too: one product over all rows, nothing gathered.
     return lm_head(hidden).argmax(-1)[:, 1:]

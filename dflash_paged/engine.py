@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CONTEXTS', 'KV_DTYPES', 'RefusedRequest', 'RequestStats', 'RequestResult', 'RunningRequest', 'emit_tokens',
-           'count_accepted', 'slots_of_rows', 'pick_num_draft_tokens', 'make_context', 'EngineState', 'blocks_at_end',
-           'has_room', 'admit', 'StepPlan', 'plan_step', 'decode_rows', 'prefill_rows', 'build_target_batch', 'accept',
+           'count_accepted', 'pick_num_draft_tokens', 'make_context', 'EngineState', 'blocks_at_end', 'has_room',
+           'admit', 'StepPlan', 'plan_step', 'decode_rows', 'prefill_rows', 'build_target_batch', 'accept',
            'draft_next', 'settle', 'save', 'restore', 'deliver', 'result_of', 'finish', 'record_draft_bytes',
            'token_list', 'check_prompt', 'check_ever_fits', 'abort_request', 'RequestQueue', 'StepRunner', 'Engine']
 
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from .block_table import build_draft_inputs, build_verify_inputs
-from .checks import NO_TOKEN, PADDING_SLOT_ID, check_choice, check_int, check_tokens_per_block
+from .block_table import build_draft_inputs, build_verify_inputs, slots_of_positions
+from .checks import NO_TOKEN, check_choice, check_int, check_tokens_per_block
 from .dense import DenseContext
 from .drafter import DraftModel, DraftStep, PagedContext, check_drafter_fits, draft_tokens
 from .manager import KVCacheManager
@@ -114,20 +114,6 @@ def count_accepted(
 ) -> torch.Tensor:  # [R] int64, 0..K
     """Length of the longest prefix of drafts that equals the target's choices."""
     return (drafts == choices[:, :-1]).long().cumprod(1).sum(1)
-
-
-def slots_of_rows(
-    block_tables: torch.Tensor,  # [G, R, T] int32
-    requests: torch.Tensor,  # [N] int64, the request of each row
-    positions: torch.Tensor,  # [N] int64
-    tokens_per_block: int,
-) -> torch.Tensor:  # [G, N] int64
-    """Slot of each row through its request's table; -1 where the table names no page."""
-    column = positions // tokens_per_block
-    inside = column < block_tables.shape[2]
-    pages = block_tables[:, requests, column.clamp(max=block_tables.shape[2] - 1)].long()
-    slots = pages * tokens_per_block + positions % tokens_per_block
-    return torch.where(inside & (pages >= 0), slots, PADDING_SLOT_ID)
 
 # %% ../notebooks/08_engine.ipynb #fee71ae8
 def pick_num_draft_tokens(target: PagedTarget, drafter: DraftModel | None, wanted: int | None) -> int:
@@ -308,9 +294,13 @@ def prefill_rows(state: EngineState, chunks: Sequence[tuple[RunningRequest, int]
     owners = [i for i, (_, n) in enumerate(chunks) for _ in range(n)]
     owners = torch.tensor(owners, dtype=torch.int64, device=device)
     starts = torch.tensor([0, *(n for _, n in chunks)], device=device).cumsum(0).to(torch.int32)
+    every = torch.ones_like(positions, dtype=torch.bool)
+    slots = slots_of_positions(
+        positions, owners, every, tables, state.tokens_per_block, state.manager.num_blocks
+    )
     return {
         "ids": torch.tensor(tokens, dtype=torch.int64, device=device), "positions": positions,
-        "slots": slots_of_rows(tables, owners, positions, state.tokens_per_block), "tables": tables,
+        "slots": slots, "tables": tables,
         "lens": torch.tensor([r.num_rows for r, _ in chunks], dtype=torch.int32, device=device), "starts": starts,
     }
 
