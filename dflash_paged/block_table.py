@@ -20,6 +20,7 @@ from dflash_paged.checks import (
     check_tensor,
     check_tokens_per_block,
 )
+from .kernels import ceil_div, jit, power_of_two, runs_kernel, tl
 
 
 def debug_checks_enabled() -> bool:
@@ -222,6 +223,214 @@ def build_verify_inputs_ref(
     _fill(out.slot_mapping, slots, PADDING_SLOT_ID)
     return out
 
+# %% ../notebooks/02_block_table.ipynb #ae5dc085
+@jit()
+def _slots_of(table_ptr, positions, keep, table_width, last_page, SHIFT: tl.constexpr):
+    """`slots_of_positions` on the device: `table_ptr` is each row's own table, SHIFT log2 of tokens_per_block."""
+    block = positions >> SHIFT
+    keep = keep & (positions >= 0) & (block < table_width)
+    page = tl.load(table_ptr + block, mask=keep, other=-1).to(tl.int64)
+    keep = keep & (page >= 0) & (page <= last_page)
+    return tl.where(keep, (page << SHIFT) + (positions & ((1 << SHIFT) - 1)), -1)
+
+
+@jit()
+def _owners_of_rows(row_start_loc_ptr, num_rejected_ptr, rows, num_reqs, REQ_CHUNK: tl.constexpr):
+    """Each row's request (num_reqs for nobody's) and whether it is kept; rows [ROWS] int32."""
+    owner = tl.zeros_like(rows)
+    ended = tl.zeros_like(rows)  # requests whose kept rows all lie before this one
+    for first in range(0, num_reqs, REQ_CHUNK):
+        r = first + tl.arange(0, REQ_CHUNK)
+        real = r < num_reqs
+        start = tl.load(row_start_loc_ptr + r, mask=real, other=2147483647)
+        stop = tl.load(row_start_loc_ptr + r + 1, mask=real, other=2147483647)
+        rejected = tl.load(num_rejected_ptr + r, mask=real, other=0)
+        kept = tl.maximum(stop - start - tl.maximum(rejected, 0), 0)
+        owner += tl.sum((stop[None, :] <= rows[:, None]).to(tl.int32), 1)
+        ended += tl.sum(((start + kept)[None, :] <= rows[:, None]).to(tl.int32), 1)
+    return owner, ended == owner
+
+# %% ../notebooks/02_block_table.ipynb #23c108c9
+@jit()
+def _write_rows(
+    first_row, row_positions_ptr, row_start_loc_ptr, num_rejected_ptr, block_tables_ptr,
+    context_positions_ptr, slots_ptr, num_rows, num_reqs, table_width, last_page, out_rows,
+    stride_group, stride_request,
+    NUM_GROUPS: tl.constexpr, SHIFT: tl.constexpr, ROW_TILE: tl.constexpr, REQ_CHUNK: tl.constexpr,
+):
+    """Positions of ROW_TILE context rows, and their slots in every group."""
+    rows = first_row + tl.arange(0, ROW_TILE)
+    positions = tl.load(row_positions_ptr + rows, mask=rows < num_rows, other=-1)
+    owner, keep = _owners_of_rows(row_start_loc_ptr, num_rejected_ptr, rows, num_reqs, REQ_CHUNK)
+    keep = keep & (rows < num_rows) & (owner < num_reqs)
+    tables = block_tables_ptr + tl.where(keep, owner, 0).to(tl.int64) * stride_request
+    # All loads come before the first store: none may move over a store that might alias.
+    slots = (_slots_of(tables, positions, keep, table_width, last_page, SHIFT),)
+    for group in tl.static_range(1, NUM_GROUPS):
+        tables += stride_group
+        slots = slots + (_slots_of(tables, positions, keep, table_width, last_page, SHIFT),)
+    inside = rows < out_rows
+    tl.store(context_positions_ptr + rows, tl.where(keep, positions, 0), mask=inside)
+    for group in tl.static_range(NUM_GROUPS):
+        tl.store(slots_ptr + group * out_rows.to(tl.int64) + rows, slots[group], mask=inside)
+
+
+@jit()
+def _write_requests(
+    first_request, next_token_ids_ptr, row_positions_ptr, row_start_loc_ptr, num_rejected_ptr,
+    query_token_ids_ptr, query_positions_ptr, sample_indices_ptr, ctx_lens_ptr,
+    num_rows, num_reqs, mask_token_id, out_reqs,
+    K: tl.constexpr, REQ_TILE: tl.constexpr, QUERY_TILE: tl.constexpr,
+):
+    """Length, query rows and sample indices of REQ_TILE requests."""
+    r = first_request + tl.arange(0, REQ_TILE)
+    real = r < num_reqs
+    start = tl.load(row_start_loc_ptr + r, mask=real, other=0)
+    count = tl.load(row_start_loc_ptr + r + 1, mask=real, other=0) - start
+    rejected = tl.load(num_rejected_ptr + r, mask=real, other=0)
+    bonus = tl.load(next_token_ids_ptr + r, mask=real, other=-1)
+    kept = tl.maximum(count - tl.maximum(rejected, 0), 0)
+    last = tl.minimum(start + tl.maximum(kept - 1, 0), num_rows - 1)
+    position = tl.load(row_positions_ptr + last, mask=real & (count > 0) & (last >= 0), other=0)
+    ctx_len = tl.where(count > 0, position + (kept > 0).to(tl.int64), 0).to(tl.int32)
+    tl.store(ctx_lens_ptr + r, ctx_len, mask=r < out_reqs)
+
+    column = tl.arange(0, QUERY_TILE)[None, :]
+    row = r[:, None].to(tl.int64) * (K + 1) + column
+    inside = (r[:, None] < out_reqs) & (column <= K)
+    drafts = real & (count > 0) & (bonus != -1)
+    ids = tl.where((column == 0) & drafts[:, None], bonus[:, None], mask_token_id)
+    tl.store(query_token_ids_ptr + row, ids, mask=inside)
+    tl.store(query_positions_ptr + row, ctx_len[:, None].to(tl.int64) + column, mask=inside)
+    samples = tl.where(drafts[:, None], row, -1).to(tl.int32)
+    tl.store(sample_indices_ptr + row - r[:, None] - 1, samples, mask=inside & (column > 0))
+
+# %% ../notebooks/02_block_table.ipynb #ec5f71be
+_STEP_INTEGERS = [
+    "num_rows", "num_reqs", "table_width", "last_page", "mask_token_id", "out_rows", "out_reqs", "row_tiles",
+    "stride_group", "stride_request",
+]
+_STEP_POINTERS = [
+    "next_token_ids_ptr", "row_positions_ptr", "row_start_loc_ptr", "num_rejected_ptr", "block_tables_ptr",
+    "context_positions_ptr", "slots_ptr", "query_token_ids_ptr", "query_positions_ptr", "sample_indices_ptr",
+    "ctx_lens_ptr",
+]
+
+
+@jit(do_not_specialize=_STEP_INTEGERS, do_not_specialize_on_alignment=_STEP_POINTERS)
+def _draft_inputs_kernel(
+    next_token_ids_ptr,  # [R] int64
+    row_positions_ptr,  # [N] int64
+    row_start_loc_ptr,  # [R+1] int32
+    num_rejected_ptr,  # [R] int32
+    block_tables_ptr,  # [G, R, T] int32
+    context_positions_ptr,  # [out_rows] int64
+    slots_ptr,  # [G, out_rows] int64
+    query_token_ids_ptr, query_positions_ptr,  # [out_reqs * Q] int64
+    sample_indices_ptr,  # [out_reqs * K] int32
+    ctx_lens_ptr,  # [out_reqs] int32
+    num_rows, num_reqs, table_width, last_page, mask_token_id, out_rows, out_reqs, row_tiles,
+    stride_group, stride_request,
+    NUM_GROUPS: tl.constexpr, K: tl.constexpr, SHIFT: tl.constexpr, ROW_TILE: tl.constexpr,
+    REQ_CHUNK: tl.constexpr, REQ_TILE: tl.constexpr, QUERY_TILE: tl.constexpr,
+):
+    # One of the first row_tiles programs owns ROW_TILE rows, a later one REQ_TILE requests.
+    program = tl.program_id(0)
+    if program < row_tiles:
+        _write_rows(
+            program * ROW_TILE, row_positions_ptr, row_start_loc_ptr, num_rejected_ptr, block_tables_ptr,
+            context_positions_ptr, slots_ptr, num_rows, num_reqs, table_width, last_page, out_rows,
+            stride_group, stride_request, NUM_GROUPS, SHIFT, ROW_TILE, REQ_CHUNK,
+        )
+    else:
+        _write_requests(
+            (program - row_tiles) * REQ_TILE, next_token_ids_ptr, row_positions_ptr, row_start_loc_ptr,
+            num_rejected_ptr, query_token_ids_ptr, query_positions_ptr, sample_indices_ptr, ctx_lens_ptr,
+            num_rows, num_reqs, mask_token_id, out_reqs, K, REQ_TILE, QUERY_TILE,
+        )
+
+# %% ../notebooks/02_block_table.ipynb #1c133171
+_ANY_PAGE = 2**31  # no bound on page ids
+_ROW_TILE, _REQ_TILE, _REQ_CHUNK, _WARPS = 8, 8, 256, 4
+
+
+def _launch_draft_inputs(
+    next_token_ids, row_positions, row_start_loc, num_rejected, block_tables,
+    *, tokens_per_block, mask_token_id, num_draft_tokens, num_pages=None, out,
+) -> DraftInputs:
+    """One launch of the kernel for `build_draft_inputs`, unchecked."""
+    out_rows, out_reqs = out.context_positions.shape[0], out.ctx_lens.shape[0]
+    row_tiles = ceil_div(out_rows, _ROW_TILE)
+    groups, num_reqs, width = block_tables.shape
+    _draft_inputs_kernel[(row_tiles + ceil_div(out_reqs, _REQ_TILE),)](
+        next_token_ids, row_positions, row_start_loc, num_rejected, block_tables,
+        out.context_positions, out.context_slot_mapping, out.query_token_ids, out.query_positions,
+        out.sample_indices, out.ctx_lens,
+        row_positions.shape[0], num_reqs, width, (num_pages or _ANY_PAGE) - 1, mask_token_id, out_rows, out_reqs,
+        row_tiles, block_tables.stride(0), block_tables.stride(1),
+        NUM_GROUPS=groups, K=num_draft_tokens, SHIFT=tokens_per_block.bit_length() - 1, ROW_TILE=_ROW_TILE,
+        REQ_CHUNK=_REQ_CHUNK, REQ_TILE=_REQ_TILE, QUERY_TILE=power_of_two(num_draft_tokens + 1), num_warps=_WARPS,
+    )
+    return out
+
+# %% ../notebooks/02_block_table.ipynb #f2561007
+_VERIFY_INTEGERS = ["num_reqs", "table_width", "last_page", "out_reqs", "stride_group", "stride_request",
+                    "stride_drafts"]
+_VERIFY_POINTERS = ["bonus_token_ids_ptr", "draft_token_ids_ptr", "ctx_lens_ptr", "block_tables_ptr",
+                    "token_ids_ptr", "positions_ptr", "slots_ptr", "out_ctx_lens_ptr"]
+
+
+@jit(do_not_specialize=_VERIFY_INTEGERS, do_not_specialize_on_alignment=_VERIFY_POINTERS)
+def _verify_inputs_kernel(
+    bonus_token_ids_ptr,  # [R] int64
+    draft_token_ids_ptr,  # [R, K] int64
+    ctx_lens_ptr,  # [R] int32
+    block_tables_ptr,  # [G, R, T] int32
+    token_ids_ptr, positions_ptr,  # [out_reqs * Q] int64
+    slots_ptr,  # [G, out_reqs * Q] int64
+    out_ctx_lens_ptr,  # [out_reqs] int32
+    num_reqs, table_width, last_page, out_reqs, stride_group, stride_request, stride_drafts,
+    K: tl.constexpr, SHIFT: tl.constexpr, REQ_TILE: tl.constexpr, QUERY_TILE: tl.constexpr,
+):
+    # One program owns all rows of REQ_TILE requests in one group; the first group's writes what all share.
+    group = tl.program_id(1).to(tl.int64)
+    row = tl.arange(0, REQ_TILE * QUERY_TILE)
+    column, r = row % QUERY_TILE, row // QUERY_TILE + tl.program_id(0) * REQ_TILE
+    real = (r < num_reqs) & (column <= K)
+    bonus = tl.load(bonus_token_ids_ptr + r, mask=real, other=-1)
+    ctx_len = tl.load(ctx_lens_ptr + r, mask=real, other=0)
+    drafts = draft_token_ids_ptr + r.to(tl.int64) * stride_drafts + column - 1
+    draft = tl.load(drafts, mask=real & (column > 0), other=0)
+    active = real & (bonus != -1)
+    ctx_len = tl.where(active, ctx_len, 0)
+    positions = ctx_len.to(tl.int64) + column
+    tables = block_tables_ptr + group * stride_group + tl.where(active, r, 0).to(tl.int64) * stride_request
+    slots = _slots_of(tables, positions, active, table_width, last_page, SHIFT)
+    out_rows = out_reqs * (K + 1)
+    out_row = r * (K + 1) + column
+    inside = (r < out_reqs) & (column <= K)
+    tl.store(slots_ptr + group * out_rows + out_row, slots, mask=inside)
+    inside = inside & (group == 0)
+    tl.store(out_ctx_lens_ptr + r, ctx_len, mask=inside & (column == 0))
+    tl.store(token_ids_ptr + out_row, tl.where(active, tl.where(column == 0, bonus, draft), 0), mask=inside)
+    tl.store(positions_ptr + out_row, positions, mask=inside)
+
+# %% ../notebooks/02_block_table.ipynb #c59fed08
+def _launch_verify_inputs(
+    bonus_token_ids, draft_token_ids, ctx_lens, block_tables, *, tokens_per_block, num_pages=None, out,
+) -> VerifyInputs:
+    """One launch of the kernel for `build_verify_inputs`, unchecked."""
+    groups, num_reqs, width = block_tables.shape
+    out_reqs, num_draft_tokens = out.ctx_lens.shape[0], draft_token_ids.shape[1]
+    _verify_inputs_kernel[(ceil_div(out_reqs, _REQ_TILE), groups)](
+        bonus_token_ids, draft_token_ids, ctx_lens, block_tables, out.token_ids, out.positions,
+        out.slot_mapping, out.ctx_lens, num_reqs, width, (num_pages or _ANY_PAGE) - 1, out_reqs,
+        block_tables.stride(0), block_tables.stride(1), draft_token_ids.stride(0),
+        K=num_draft_tokens, SHIFT=tokens_per_block.bit_length() - 1, REQ_TILE=_REQ_TILE,
+        QUERY_TILE=power_of_two(num_draft_tokens + 1), num_warps=_WARPS,
+    )
+    return out
+
 # %% ../notebooks/02_block_table.ipynb #3187837e
 def _check_tables(block_tables, num_reqs, tokens_per_block, num_pages, device) -> None:
     check_tokens_per_block(tokens_per_block)
@@ -305,8 +514,8 @@ def build_draft_inputs(
 ) -> DraftInputs:
     """Build positions, slots, query rows, sample indices and lengths of a draft pass.
 
-    Runs `build_draft_inputs_ref` on the device of its tensors, whatever it is: this version has no
-    kernel for it yet.
+    One launch on CUDA tensors, without waiting for the device: with `out` it may be captured in a CUDA graph.
+    Tensors of other devices run `build_draft_inputs_ref`.
 
     Raises: `ValueError` naming the argument, what was expected and what came, before anything is written.
     With `DFLASH_PAGED_DEBUG=1` also for row starts that don't ascend from 0 to at most N, a `num_rejected`
@@ -326,7 +535,13 @@ def build_draft_inputs(
         _check_draft_out(out, groups, rows, num_reqs, num_draft_tokens, device)
     if debug_checks_enabled():
         _check_draft_values(row_positions, row_start_loc, num_rejected)
-    return build_draft_inputs_ref(
+    build = build_draft_inputs_ref
+    if runs_kernel(next_token_ids):
+        build = _launch_draft_inputs
+        if out is None:
+            groups, rows = block_tables.shape[0], row_positions.shape[0]
+            out = DraftInputs.allocate(groups, rows, num_reqs, num_draft_tokens, device)
+    return build(
         next_token_ids, row_positions, row_start_loc, num_rejected, block_tables,
         tokens_per_block=tokens_per_block, mask_token_id=mask_token_id,
         num_draft_tokens=num_draft_tokens, num_pages=num_pages, out=out,
@@ -360,8 +575,8 @@ def build_verify_inputs(
 ) -> VerifyInputs:
     """Build ids, positions and slots of the target's K + 1 rows a request, and the lengths before them.
 
-    Runs `build_verify_inputs_ref` on the device of its tensors, whatever it is: this version has no
-    kernel for it yet.
+    One launch on CUDA tensors, without waiting for the device: with `out` it may be captured in a CUDA graph.
+    Tensors of other devices run `build_verify_inputs_ref`.
 
     Raises: `ValueError` naming the argument, what was expected and what came, before anything is written.
     With `DFLASH_PAGED_DEBUG=1` also for a negative length or draft id of an active request.
@@ -378,7 +593,12 @@ def build_verify_inputs(
         for name, values in (("ctx_lens", ctx_lens[active]), ("draft_token_ids", draft_token_ids[active])):
             if bool((values < 0).any()):
                 raise ValueError(f"{name}: expected values >= 0 for active requests, got {values.tolist()}")
-    return build_verify_inputs_ref(
+    build = build_verify_inputs_ref
+    if runs_kernel(bonus_token_ids):
+        build = _launch_verify_inputs
+        if out is None:
+            out = VerifyInputs.allocate(block_tables.shape[0], num_reqs, draft_token_ids.shape[1], device)
+    return build(
         bonus_token_ids, draft_token_ids, ctx_lens, block_tables,
         tokens_per_block=tokens_per_block, num_pages=num_pages, out=out,
     )

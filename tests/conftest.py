@@ -1,9 +1,15 @@
 """Shared fixtures: a tiny random target and drafter for every test, the demo's real ones where marked `model`."""
 
+import importlib.util
 import os
 
 import pytest
 import torch
+
+if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
+    from dflash_paged.interpreter import interpret_kernels
+
+    interpret_kernels()  # before anything imports Triton: kernels run on CPU tensors
 
 torch.set_num_threads(1)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
