@@ -507,7 +507,7 @@ def test_scales_are_checked_in_debug_mode_only(monkeypatch, value):
     monkeypatch.delenv("DFLASH_PAGED_DEBUG", raising=False)
     PageView(**{**view_arguments(), **scales})
     monkeypatch.setenv("DFLASH_PAGED_DEBUG", "1")
-    with pytest.raises(ValueError, match="^v_scale: expected positive finite scales"):
+    with pytest.raises(ValueError, match="^v_scale: expected scales of"):
         PageView(**{**view_arguments(), **scales})
 
 
