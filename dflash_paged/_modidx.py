@@ -300,6 +300,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'dflash_paged.evaluate.acceptance': ('evaluate.html#acceptance', 'dflash_paged/evaluate.py'),
                                        'dflash_paged.evaluate.calibrate_drafter': ( 'evaluate.html#calibrate_drafter',
                                                                                     'dflash_paged/evaluate.py'),
+                                       'dflash_paged.evaluate.calibration_prompts': ( 'evaluate.html#calibration_prompts',
+                                                                                      'dflash_paged/evaluate.py'),
                                        'dflash_paged.evaluate.collect_projections': ( 'evaluate.html#collect_projections',
                                                                                       'dflash_paged/evaluate.py'),
                                        'dflash_paged.evaluate.compare_outputs': ( 'evaluate.html#compare_outputs',

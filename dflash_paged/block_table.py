@@ -266,7 +266,7 @@ def _write_rows(
     tables = block_tables_ptr + tl.where(keep, owner, 0).to(tl.int64) * stride_request
     # All loads come before the first store: none may move over a store that might alias.
     slots = (_slots_of(tables, positions, keep, table_width, last_page, SHIFT),)
-    for group in tl.static_range(1, NUM_GROUPS):
+    for _ in tl.static_range(1, NUM_GROUPS):
         tables += stride_group
         slots = slots + (_slots_of(tables, positions, keep, table_width, last_page, SHIFT),)
     inside = rows < out_rows

@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['TIE_GAP', 'Projections', 'HUMAN_EVAL_CHAT', 'generate_reference', 'tie_gap', 'compare_outputs', 'Judge', 'acceptance',
-           'PromptRow', 'evaluate_prompts', 'collect_projections', 'calibrate_drafter', 'fp8_error', 'with_outliers',
-           'read_with_ones', 'scale_cases', 'human_eval_prompts', 'environment', 'write_rows']
+           'PromptRow', 'evaluate_prompts', 'calibration_prompts', 'collect_projections', 'calibrate_drafter',
+           'fp8_error', 'with_outliers', 'read_with_ones', 'scale_cases', 'human_eval_prompts', 'environment',
+           'write_rows']
 
 # %% ../notebooks/08b_evaluate.ipynb #3ba5e76b
 import copy
 import csv
 import platform
+import random
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +24,7 @@ import torch
 from .drafter import DraftModel
 from .engine import Engine, RequestResult
 from .store import calibrate_scales, context_rows_ref, dequantise_ref, quantise_ref
+from .training import collect_functions, library_prompts
 
 TIE_GAP = 1e-5  # design rule: logits closer than this in float64 are a tie
 
@@ -150,6 +153,15 @@ def evaluate_prompts(
     return rows
 
 # %% ../notebooks/08b_evaluate.ipynb #0734c36a
+def calibration_prompts(count: int, seed: int = 0) -> list[dict]:
+    """Prompts to calibrate on, as entries of a prompts file: heads and requests from Python's standard library."""
+    rng = random.Random(seed)
+    functions = collect_functions(None)
+    rng.shuffle(functions)
+    found = [{"chat" if chat else "text": text} for chat, _, text in library_prompts(functions, rng)]
+    return [{"name": f"calibration/{i}", **p} for i, p in enumerate(found[:count])]
+
+
 Projections = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (kv [N, L, 2, n_kv, D] fp32, positions [N]), on the CPU
 
 
