@@ -688,7 +688,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'dflash_paged.store._quantised': ('store.html#_quantised', 'dflash_paged/store.py'),
                                     'dflash_paged.store._rope_type': ('store.html#_rope_type', 'dflash_paged/store.py'),
                                     'dflash_paged.store._rotated': ('store.html#_rotated', 'dflash_paged/store.py'),
-                                    'dflash_paged.store._row_strides': ('store.html#_row_strides', 'dflash_paged/store.py'),
                                     'dflash_paged.store._scaled_inv_freq': ('store.html#_scaled_inv_freq', 'dflash_paged/store.py'),
                                     'dflash_paged.store._scales': ('store.html#_scales', 'dflash_paged/store.py'),
                                     'dflash_paged.store._scatter': ('store.html#_scatter', 'dflash_paged/store.py'),

@@ -587,7 +587,7 @@ def _store_kernel(
     k_pages, v_pages, k_scales, v_scales,  # L pointers each
     odd_num_pages,  # L: 2 * num_pages + 1, since 1 and multiples of 16 would compile anew in a tuple
     num_rows, max_positions, stride_group, eps,
-    K_ROW: tl.constexpr, V_ROW: tl.constexpr,  # strides of k and v: token, layer, head
+    k_token, k_layer, k_head, v_token, v_layer, v_head,  # strides of k and v; they may change with N
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,  # strides in a page: token (transposed V: dimension), head
     K_PAGES: tl.constexpr, V_PAGES: tl.constexpr, GROUPS: tl.constexpr,  # L page strides, L groups
     SHIFT: tl.constexpr, LAYERS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
@@ -603,8 +603,9 @@ def _store_kernel(
         max_positions, HEADS, HEAD_TILE, TILE, BY_HEAD, ROTARY > 0, SHIFT,
     )
     # All loads come before the first store: none may move over a store that might alias.
-    v = _load_plain(v_ptr + token * V_ROW[0] + layer * V_ROW[1] + head * V_ROW[2], real, DIM, DIM_TILE)
-    k_rows = k_ptr + token * K_ROW[0] + layer * K_ROW[1] + head * K_ROW[2]
+    layer64, head64 = layer.to(tl.int64), head.to(tl.int64)
+    v = _load_plain(v_ptr + token * v_token + layer64 * v_layer + head64 * v_head, real, DIM, DIM_TILE)
+    k_rows = k_ptr + token * k_token + layer64 * k_layer + head64 * k_head
     k_scale, v_scale = _scales(k_scales, v_scales, layer, head, real, HAS_SCALE, LAYERS)
     k_to = _picked(k_pages, layer, LAYERS) + page * _picked_int(K_PAGES, layer, LAYERS) + head * K_PAGE[1]
     v_to = _picked(v_pages, layer, LAYERS) + page * _picked_int(V_PAGES, layer, LAYERS) + head * V_PAGE[1]
@@ -633,11 +634,6 @@ def _store_kernel(
     _store_plain(v_to, v, keep, offset, V_PAGE[0], DIM, DIM_TILE, V_LAYOUT)
 
 # %% ../notebooks/03_store.ipynb #a053e72d
-def _row_strides(x: torch.Tensor) -> tuple:
-    """Strides of token, layer and head of [N, L, n_kv, D]."""
-    return x.stride(0), x.stride(1), x.stride(2)
-
-
 def _page_strides(view: PageView) -> tuple:
     """In-page strides of K (token, head) and of V (token, or dimension where transposed; head)."""
     token, head = (1, 2) if view.layout == "NHD" else (2, 1)
@@ -662,7 +658,7 @@ def _launch_store(k, v, slots, pages, groups, *, rope=None, weight=None, eps=0.0
         tuple(p.k for p in pages), tuple(p.v for p in pages),
         tuple(p.k_scale if scaled else p.k for p in pages), tuple(p.v_scale if scaled else p.v for p in pages),
         tuple(2 * p.num_pages + 1 for p in pages), num_rows, cos_sin.shape[0] if rotary else 0, slots.stride(0), eps,
-        K_ROW=_row_strides(k), V_ROW=_row_strides(v), K_PAGE=strides[0], V_PAGE=strides[1],
+        *k.stride()[:3], *v.stride()[:3], K_PAGE=strides[0], V_PAGE=strides[1],
         K_PAGES=tuple(p.k.stride(0) for p in pages), V_PAGES=tuple(p.v.stride(0) for p in pages),
         GROUPS=tuple(groups), SHIFT=view.tokens_per_block.bit_length() - 1, LAYERS=layers, HEADS=heads, DIM=dim,
         ROTARY=rotary, HAS_NORM=weight is not None, INTERLEAVED=interleaved, HAS_SCALE=scaled,

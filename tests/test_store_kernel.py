@@ -11,6 +11,7 @@ import torch
 from test_block_table_kernel import on_device
 from test_store import FP8, LAYOUTS, codes_of, e4m3_code, e4m3_values, hard_values, i64
 
+from dflash_paged import store
 from dflash_paged.store import (
     PAGE_DTYPES,
     ROW_DTYPES,
@@ -660,3 +661,37 @@ def test_a_large_store_counts_its_differences():
     differing = check_store(pools, case)
     print(f"{differing} of {256 * 2 * 4 * 128} codes of K differ")
     assert differing <= 1e-4 * 256 * 2 * 4 * 128
+
+
+# ------------------------------------------------------------------ compilation
+
+
+class Recorder:
+    """Stands for a kernel and keeps what it would be compiled with."""
+
+    def __init__(self):
+        self.constants = []
+
+    def __getitem__(self, grid):
+        return lambda *args, **constants: self.constants.append(constants)
+
+
+def test_nothing_that_is_compiled_in_depends_on_the_rows(monkeypatch):
+    """Pitfall 40 (vLLM PR 49903): row counts, strides of rows and padding are run-time arguments of the store."""
+    recorder = Recorder()
+    monkeypatch.setattr(store, "_store_kernel", recorder)
+    pools = Pools(FP8, heads=4, dim=16, groups=(0, 0), pages=(70,), pad=0)
+    views, _ = pools.make()
+    for n in (1, 2, 15, 16, 17, 100):
+        rows = {name: on_device(x) for name, x in make_rows(pools, n, dtype=BF16).items()}
+        by_head = {name: rows[name].transpose(0, 1).contiguous().transpose(0, 1) for name in ("k", "v")}
+        for case in (rows, {**rows, **by_head}):
+            _launch_store_kv(**case, page_view=views[0])
+    assert len(recorder.constants) == 12 and all(c == recorder.constants[0] for c in recorder.constants)
+    recorder.constants.clear()
+    for n in (1, 16, 33):
+        case = {name: on_device(x) if torch.is_tensor(x) else x for name, x in make_case(pools, n, dtype=BF16).items()}
+        wide = torch.zeros(n, 3, 2, 4, 16, dtype=BF16, device=case["kv"].device)[:, :2]  # of a larger projection
+        for kv in (case["kv"], wide):
+            _launch_store_draft_context(pages=views, layer_to_group=[0, 0], **{**case, "kv": kv})
+    assert len(recorder.constants) == 6 and all(c == recorder.constants[0] for c in recorder.constants)

@@ -1,4 +1,4 @@
-"""The reference forms on a CUDA device: same tokens, pages and lengths as on the CPU, before kernels replace them."""
+"""The engine on a CUDA device, with kernels where there are some and references elsewhere: as on the CPU."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from conftest import TINY_LAYER_IDS, make_tiny_drafter, make_tiny_target
 
 from dflash_paged.attention import draft_attention, explain_backend, prefill_attention
 from dflash_paged.engine import Engine
-from dflash_paged.evaluate import Judge, environment
+from dflash_paged.evaluate import Judge, calibrate_drafter, collect_projections, environment
 from dflash_paged.manager import KVCacheManager
 from dflash_paged.memory import LayerSpec
 from dflash_paged.store import PageView, read_rows_ref, store_draft_context, store_kv
@@ -53,6 +53,19 @@ def test_engine_is_lossless_on_cuda(cuda_models, context, num_draft_tokens):
             same, ties = judge(i, result.token_ids)
             assert same, (i, ties)
         engine.manager.check_invariants()
+
+
+def test_engine_is_lossless_with_fp8_draft_pages_on_cuda(cuda_models):
+    """The draft's precision never reaches the output: calibrated fp8 pages, greedy tokens equal `generate`'s."""
+    model, drafter = cuda_models
+    options = dict(max_batch_size=3, max_seq_len=128, max_step_tokens=48)
+    make = lambda dtype: Engine(PagedTarget(model, TINY_LAYER_IDS), drafter, draft_kv_dtype=dtype, **options)
+    calibrate_drafter(drafter, collect_projections(make("inherit"), PROMPTS, 16))
+    judge = Judge(model, PROMPTS, 32)
+    engine = make("float8_e4m3fn")
+    assert engine.context.pages[0].dtype == torch.float8_e4m3fn
+    for i, result in enumerate(engine.generate(PROMPTS, 32)):
+        assert judge(i, result.token_ids)[0], i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])

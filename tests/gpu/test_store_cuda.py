@@ -333,6 +333,9 @@ def test_nothing_is_compiled_after_warm_up():
         launch(inputs, pools, views)
         rows = to_cuda(make_rows(sized, n, dtype=BF16))
         store_kv(**rows, page_view=views[0])
+        # As transformers lays them out: the stride from head to head is n rows.
+        by_head = {name: rows[name].transpose(0, 1).contiguous().transpose(0, 1) for name in ("k", "v")}
+        store_kv(**{**rows, **by_head}, page_view=views[0])
 
     store_rows(5, 100)
     store_rows(2000, 4096)
