@@ -18,7 +18,15 @@ from pathlib import Path
 
 import torch
 
-from .block_table import DraftInputs, VerifyInputs, build_draft_inputs, build_verify_inputs
+from dflash_paged.block_table import (
+    _REQ_TILE,
+    _ROW_TILE,
+    _WARPS,
+    DraftInputs,
+    VerifyInputs,
+    build_draft_inputs,
+    build_verify_inputs,
+)
 from .evaluate import environment
 from .kernels import jit, tl
 from .store import PageView, make_cos_sin, store_draft_context
@@ -31,7 +39,7 @@ def _empty_kernel(x_ptr, N: tl.constexpr):
     # A program owns nothing: what a launch costs by itself.
     pass
 
-
+# %% ../notebooks/10_benchmarks.ipynb #7baa421c
 def capture(calls: Sequence[Callable[[], object]]) -> "torch.cuda.CUDAGraph":
     """Warm `calls` up and capture them, in order, in one CUDA graph."""
     stream = torch.cuda.Stream()
@@ -106,7 +114,7 @@ def draft_inputs_case(num_reqs: int, rows: int, width: int, num_groups: int, dev
         out=DraftInputs.allocate(num_groups, num_reqs * rows, num_reqs, rows - 1, device),
     )
 
-
+# %% ../notebooks/10_benchmarks.ipynb #3823d25b
 def verify_inputs_case(draft: dict) -> dict:
     """The matching arguments of `build_verify_inputs`."""
     num_reqs, k = draft["next_token_ids"].shape[0], draft["num_draft_tokens"]
@@ -121,8 +129,6 @@ def verify_inputs_case(draft: dict) -> dict:
 
 def measure_inputs() -> list[dict]:
     """Time both metadata kernels beside empty kernels of the same grid."""
-    from dflash_paged.block_table import _REQ_TILE, _ROW_TILE, _WARPS
-
     rows_out, x = [], torch.zeros(1, device="cuda")
     for num_reqs, rows in ((64, 16), (256, 8)):
         for groups in (1, 3):
@@ -217,7 +223,7 @@ def flashinfer_store(case: dict) -> Callable[[], None] | None:
 
     return run
 
-
+# %% ../notebooks/10_benchmarks.ipynb #4318fa32
 def measure_store(bandwidth_gbps: float) -> list[dict]:
     """Time the fused store for several row counts and page forms, and FlashInfer's sequence beside it."""
     forms = [("NHD", "row", torch.float8_e4m3fn), ("HND", "row", torch.float8_e4m3fn),

@@ -274,7 +274,7 @@ def _write_rows(
     for group in tl.static_range(NUM_GROUPS):
         tl.store(slots_ptr + group * out_rows.to(tl.int64) + rows, slots[group], mask=inside)
 
-
+# %% ../notebooks/02_block_table.ipynb #6aedc9da
 @jit()
 def _write_requests(
     first_request, next_token_ids_ptr, row_positions_ptr, row_start_loc_ptr, num_rejected_ptr,
@@ -530,17 +530,13 @@ def build_draft_inputs(
     check_strided("row_start_loc", row_start_loc, (num_reqs + 1,), torch.int32, device)
     check_strided("num_rejected", num_rejected, (num_reqs,), torch.int32, device)
     _check_tables(block_tables, num_reqs, tokens_per_block, num_pages, device)
+    sizes = block_tables.shape[0], row_positions.shape[0], num_reqs, num_draft_tokens, device
     if out is not None:
-        groups, rows = block_tables.shape[0], row_positions.shape[0]
-        _check_draft_out(out, groups, rows, num_reqs, num_draft_tokens, device)
+        _check_draft_out(out, *sizes)
     if debug_checks_enabled():
         _check_draft_values(row_positions, row_start_loc, num_rejected)
-    build = build_draft_inputs_ref
-    if runs_kernel(next_token_ids):
-        build = _launch_draft_inputs
-        if out is None:
-            groups, rows = block_tables.shape[0], row_positions.shape[0]
-            out = DraftInputs.allocate(groups, rows, num_reqs, num_draft_tokens, device)
+    build = _launch_draft_inputs if runs_kernel(next_token_ids) else build_draft_inputs_ref
+    out = DraftInputs.allocate(*sizes) if out is None else out
     return build(
         next_token_ids, row_positions, row_start_loc, num_rejected, block_tables,
         tokens_per_block=tokens_per_block, mask_token_id=mask_token_id,
@@ -593,11 +589,9 @@ def build_verify_inputs(
         for name, values in (("ctx_lens", ctx_lens[active]), ("draft_token_ids", draft_token_ids[active])):
             if bool((values < 0).any()):
                 raise ValueError(f"{name}: expected values >= 0 for active requests, got {values.tolist()}")
-    build = build_verify_inputs_ref
-    if runs_kernel(bonus_token_ids):
-        build = _launch_verify_inputs
-        if out is None:
-            out = VerifyInputs.allocate(block_tables.shape[0], num_reqs, draft_token_ids.shape[1], device)
+    sizes = block_tables.shape[0], num_reqs, draft_token_ids.shape[1], device
+    build = _launch_verify_inputs if runs_kernel(bonus_token_ids) else build_verify_inputs_ref
+    out = VerifyInputs.allocate(*sizes) if out is None else out
     return build(
         bonus_token_ids, draft_token_ids, ctx_lens, block_tables,
         tokens_per_block=tokens_per_block, num_pages=num_pages, out=out,

@@ -6,7 +6,7 @@
 __all__ = ['TOKENS_PER_BLOCK', 'MAX_TOKENS_OF_A_PROMPT', 'MAX_SEQ_LEN', 'app', 'Prompt', 'read_prompts', 'encode_prompt',
            'decode_rate', 'median_rate', 'ContextReport', 'run_context', 'DemoReport', 'make_engine', 'blocks_for_all',
            'run_plain', 'run_demo', 'report_rows', 'report_figure', 'check_device', 'load_everything', 'demo',
-           'write_report', 'print_report', 'evaluate', 'summary', 'main']
+           'write_report', 'print_report', 'evaluate', 'summary', 'main', 'calibrate']
 
 # %% ../notebooks/00_tour.ipynb #a50c0456
 import json
@@ -21,9 +21,12 @@ import torch
 import typer
 
 from .checks import check_choice, check_int
-from .drafter import DraftModel, check_drafter_fits, load_drafter
-from .engine import Engine, RefusedRequest, RequestResult
+from .drafter import DraftModel, check_drafter_fits, load_drafter, save_kv_scales
+from .engine import DRAFT_KV_DTYPES, Engine, RefusedRequest, RequestResult
 from dflash_paged.evaluate import (
+    calibrate_drafter,
+    calibration_prompts,
+    collect_projections,
     Judge, PromptRow, acceptance, environment, evaluate_prompts, human_eval_prompts, write_rows,
 )
 from .models import find_drafter, find_target, load_target_model
@@ -486,11 +489,13 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(help="Requests at once.")] = 8,
     device: Annotated[str, typer.Option(help="Where both models run: cpu, cuda, cuda:1.")] = "cpu",
     check: Annotated[bool, typer.Option(help="Compare every output with generate's.")] = True,
+    draft_kv_dtype: Annotated[str, typer.Option(help="Draft pages: inherit, bfloat16, float8_e4m3fn...")] = "inherit",
     csv: Annotated[Path | None, typer.Option(help="Where the rows go.")] = None,
 ) -> None:
     """Measure acceptance and losslessness over prompts; one CSV row a prompt."""
     try:
         check_int("--limit", limit, 1)
+        check_choice("--draft-kv-dtype", draft_kv_dtype, DRAFT_KV_DTYPES)
         _check_options(tokens, k, batch_size, [], csv=csv)
         if human_eval is not None:
             check_choice("--human-eval", human_eval, ("raw", "chat"))
@@ -504,22 +509,24 @@ def evaluate(
         if len(short) < len(encoded):
             typer.echo(f"left out: {len(encoded) - len(short)} prompts of more than 600 tokens", err=True)
         encoded, batch_size = short[:limit], min(batch_size, len(short[:limit]))
-        rows = _evaluate_with_progress(network, draft, encoded, tokens, k, batch_size, check)
+        rows = _evaluate_with_progress(network, draft, encoded, tokens, k, batch_size, check, draft_kv_dtype)
     except (ValueError, OSError) as error:
         typer.echo(f"dflash-paged: {error}", err=True)
         raise typer.Exit(2) from None
     typer.echo(summary(rows))
     if csv is not None:
         write_rows(csv, rows, form=human_eval or "file", num_draft_tokens=k or draft.config.draft_block_size - 1,
-                   batch_size=batch_size, max_new_tokens=tokens, dtype="float32", **environment())
+                   batch_size=batch_size, max_new_tokens=tokens, dtype="float32",
+                   draft_kv_dtype=draft_kv_dtype, **environment())
     raise typer.Exit(1 if any(r.lossless is False for r in rows) else 0)
 
 # %% ../notebooks/00_tour.ipynb #5d14d3ff
-def _evaluate_with_progress(network, draft, encoded, tokens, k, batch_size, check) -> list[PromptRow]:
+def _evaluate_with_progress(network, draft, encoded, tokens, k, batch_size, check, draft_kv_dtype) -> list[PromptRow]:
     from rich.console import Console
     from rich.progress import track
 
-    engine = make_engine(network, draft, encoded, tokens, batch_size, num_draft_tokens=k)
+    options = dict(num_draft_tokens=k, draft_kv_dtype=draft_kv_dtype)
+    engine = make_engine(network, draft, encoded, tokens, batch_size, **options)
     judge = Judge(network, encoded, tokens) if check else None
     progress = iter(track(encoded, description="prompts", console=Console(stderr=True)))
     rows = evaluate_prompts(engine, encoded, tokens, judge, lambda: next(progress, None))
@@ -540,3 +547,31 @@ def summary(rows: Sequence[PromptRow]) -> str:
 def main() -> None:
     """Entry point of `dflash-paged`."""
     app()
+
+# %% ../notebooks/00_tour.ipynb #759db0aa
+@app.command()
+def calibrate(
+    drafter: Annotated[Path, typer.Option(help="Drafter: a local directory, which gets kv_scales.safetensors.")],
+    prompts: Annotated[Path | None, typer.Option(help="Prompts (default: 64 from Python's standard library).")] = None,
+    model: Annotated[str | None, typer.Option(help="Target: a local directory or a hub id.")] = None,
+    tokens: Annotated[int, typer.Option(help="New tokens a prompt.")] = 96,
+    batch_size: Annotated[int, typer.Option(help="Requests at once.")] = 8,
+    margin: Annotated[float, typer.Option(help="Headroom above the largest value seen: 2.0 leaves half.")] = 1.0,
+    device: Annotated[str, typer.Option(help="Where both models run: cpu, cuda, cuda:1.")] = "cpu",
+) -> None:
+    """Work out the scales of a drafter's fp8 pages from what it stores, and save them beside its weights."""
+    try:
+        _check_options(tokens, None, batch_size, [])
+        if not margin > 0:
+            raise ValueError(f"--margin: expected a number > 0, got {margin}")
+        items = None if prompts else calibration_prompts(64)
+        network, _, draft, encoded = load_everything(
+            model, str(drafter), prompts, tokens, lambda *_: None, items, device
+        )
+        engine = make_engine(network, draft, encoded, tokens, min(batch_size, len(encoded)))
+        calibrate_drafter(draft, collect_projections(engine, encoded, tokens), margin)
+        path = save_kv_scales(draft, drafter)
+    except (ValueError, OSError) as error:
+        typer.echo(f"dflash-paged: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(f"{path}: scales of {tuple(draft.kv_scales[0].shape)} layers and heads, from {len(encoded)} prompts")

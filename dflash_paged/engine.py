@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['CONTEXTS', 'KV_DTYPES', 'DRAFT_KV_DTYPES', 'RefusedRequest', 'RequestStats', 'RequestResult', 'RunningRequest',
-           'emit_tokens', 'count_accepted', 'pick_num_draft_tokens', 'make_context', 'pick_draft_kv_dtype',
-           'set_draft_scales', 'EngineState', 'blocks_at_end', 'has_room', 'admit', 'StepPlan', 'plan_step',
-           'decode_rows', 'prefill_rows', 'build_target_batch', 'accept', 'draft_next', 'settle', 'save', 'restore',
-           'deliver', 'result_of', 'finish', 'record_draft_bytes', 'token_list', 'check_prompt', 'check_ever_fits',
-           'abort_request', 'RequestQueue', 'StepRunner', 'Engine']
+           'emit_tokens', 'count_accepted', 'pick_num_draft_tokens', 'make_context', 'check_models',
+           'pick_draft_kv_dtype', 'set_draft_scales', 'EngineState', 'blocks_at_end', 'has_room', 'admit', 'StepPlan',
+           'plan_step', 'decode_rows', 'prefill_rows', 'build_target_batch', 'accept', 'draft_next', 'settle', 'save',
+           'restore', 'deliver', 'result_of', 'finish', 'record_draft_bytes', 'token_list', 'check_prompt',
+           'check_ever_fits', 'abort_request', 'RequestQueue', 'StepRunner', 'Engine']
 
 # %% ../notebooks/08_engine.ipynb #9589a65d
 import operator
@@ -154,6 +154,14 @@ def make_context(
     return PagedContext(drafter, pages, [manager.layer_to_group[i] for i in ids])
 
 # %% ../notebooks/08_engine.ipynb #e249600f
+def check_models(target: object, drafter: object) -> None:
+    """`ValueError` unless `target` is a PagedTarget and `drafter` a DraftModel or None."""
+    if not isinstance(target, PagedTarget):
+        raise ValueError(f"target: expected a PagedTarget, got {type(target).__name__}")
+    if drafter is not None and not isinstance(drafter, DraftModel):
+        raise ValueError(f"drafter: expected a DraftModel or None, got {type(drafter).__name__}")
+
+
 def pick_draft_kv_dtype(draft_kv_dtype: str, kv_dtype: str, drafter: DraftModel | None, context: str) -> str:
     """The dtype of the draft's pages; `ValueError` where fp8 is asked for and the drafter has no scales."""
     check_choice("draft_kv_dtype", draft_kv_dtype, DRAFT_KV_DTYPES)
@@ -183,10 +191,7 @@ class EngineState:
         check_choice("context", context, CONTEXTS)
         check_tokens_per_block(tokens_per_block)
         check_int("max_batch_size", max_batch_size, 1)
-        if not isinstance(target, PagedTarget):
-            raise ValueError(f"target: expected a PagedTarget, got {type(target).__name__}")
-        if drafter is not None and not isinstance(drafter, DraftModel):
-            raise ValueError(f"drafter: expected a DraftModel or None, got {type(drafter).__name__}")
+        check_models(target, drafter)
         limit = target.max_positions
         max_seq_len = check_int("max_seq_len", min(1024, limit) if max_seq_len is None else max_seq_len, 2, limit)
         self.num_draft_tokens = pick_num_draft_tokens(target, drafter, num_draft_tokens)

@@ -183,7 +183,7 @@ def collect_projections(engine: Engine, prompts: Sequence[Sequence[int]], max_ne
         del context.store
     return seen
 
-
+# %% ../notebooks/08b_evaluate.ipynb #15df1181
 def _norm_and_table(model: DraftModel) -> dict:
     """What a store needs of `model`, on the CPU."""
     return dict(

@@ -37,7 +37,7 @@ def jit(**options) -> Callable:
     """
     return triton.jit(**options) if triton is not None else _MissingKernel
 
-
+# %% ../notebooks/00d_kernels.ipynb #4a46ac1d
 def runs_kernel(tensor: torch.Tensor) -> bool:
     """Whether launchers run a kernel on `tensor`: on CUDA they do, elsewhere the reference runs."""
     return tensor.device.type == "cuda"

@@ -329,7 +329,7 @@ def _check_rows(positions, slot_mapping, pages, layer_to_group, cos_sin) -> list
         return [0] * len(pages)
     return [_lowest_slot(slot_mapping[g], view, "slot_mapping") for g, view in zip(layer_to_group, pages)]
 
-
+# %% ../notebooks/03_store.ipynb #fd759d80
 def store_draft_context_ref(
     kv: torch.Tensor,  # [N, L, 2, n_kv, D] fp32, bf16 or fp16: the fused projection, K first
     positions: torch.Tensor,  # [N] int64, absolute; free where no group has a slot
@@ -427,7 +427,7 @@ def _quantised(x, scale, PAGE_TYPE: tl.constexpr, LIMIT: tl.constexpr, HAS_SCALE
         x = tl.maximum(x, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return x.to(PAGE_TYPE)
 
-
+# %% ../notebooks/03_store.ipynb #9e97b091
 @jit()
 def _picked(pointers, layer, LAYERS: tl.constexpr):
     """The pointer of this program's layer."""
@@ -436,6 +436,16 @@ def _picked(pointers, layer, LAYERS: tl.constexpr):
         if layer == i:
             chosen = pointers[i]
     return chosen
+
+
+@jit()
+def _page_rows(
+    pages, page_strides, layer, page, offset, head,
+    TOKEN: tl.constexpr, HEAD: tl.constexpr, LAYERS: tl.constexpr,  # strides in a page, number of layers
+):
+    """Pointers [ROWS] to rows in this layer's pages."""
+    base = _picked(pages, layer, LAYERS) + page * _picked_int(page_strides, layer, LAYERS)
+    return base + offset * TOKEN + head * HEAD
 
 
 @jit()
@@ -551,6 +561,24 @@ def _rotated(
         other *= norm
     return turned, other, rest
 
+# %% ../notebooks/03_store.ipynb #6e8307c7
+@jit()
+def _store_keys(
+    pointers, first, second, rest, scale, keep, DIM: tl.constexpr, ROTARY: tl.constexpr,
+    HALF_TILE: tl.constexpr, REST_TILE: tl.constexpr, INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+):
+    """Quantise what `_rotated` returned and write it to [ROWS] pointers."""
+    PAGE_TYPE: tl.constexpr = pointers.dtype.element_ty
+    pointers, keep = pointers[:, None], keep[:, None]
+    first = _quantised(first, scale, PAGE_TYPE, LIMIT, HAS_SCALE)
+    second = _quantised(second, scale, PAGE_TYPE, LIMIT, HAS_SCALE)
+    _store_pair(pointers, first, second, keep, ROTARY // 2, HALF_TILE, INTERLEAVED)
+    if ROTARY < DIM:
+        dim = ROTARY + tl.arange(0, REST_TILE)[None, :]
+        rest = _quantised(rest, scale, PAGE_TYPE, LIMIT, HAS_SCALE)
+        tl.store(pointers + dim, rest, mask=keep & (dim < DIM))
+
 # %% ../notebooks/03_store.ipynb #00e8482f
 @jit()
 def _places(
@@ -564,7 +592,7 @@ def _places(
         token, head = row % TILE, row // TILE
     else:
         token, head = row // HEAD_TILE, row % HEAD_TILE
-    token = (first_token + token).to(tl.int64)
+    token, head = (first_token + token).to(tl.int64), head.to(tl.int64)
     real = (token < num_rows) & (head < HEADS)
     slot = tl.load(slots_ptr + token, mask=real, other=-1)
     keep = real & (slot >= 0) & (slot < num_slots)
@@ -575,11 +603,14 @@ def _places(
         keep = keep & known
     return token, head, real, keep, position, known, slot >> SHIFT, slot & ((1 << SHIFT) - 1)
 
-# %% ../notebooks/03_store.ipynb #9e51fa7b
-@jit(
+
+_CHANGING = dict(  # from step to step; strides of k and v change too, but stay multiples of 16
     do_not_specialize=["num_rows", "max_positions", "stride_group"],
     do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"],
 )
+
+# %% ../notebooks/03_store.ipynb #9e51fa7b
+@jit(**_CHANGING)
 def _store_kernel(
     k_ptr, v_ptr,  # [N, L, n_kv, D]
     positions_ptr, slots_ptr,  # [N] and [G, N] int64
@@ -590,42 +621,33 @@ def _store_kernel(
     k_token, k_layer, k_head, v_token, v_layer, v_head,  # strides of k and v; they may change with N
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,  # strides in a page: token (transposed V: dimension), head
     K_PAGES: tl.constexpr, V_PAGES: tl.constexpr, GROUPS: tl.constexpr,  # L page strides, L groups
-    SHIFT: tl.constexpr, LAYERS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr,
+    LAYERS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, SHIFT: tl.constexpr,
     HAS_NORM: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_SCALE: tl.constexpr, V_LAYOUT: tl.constexpr,
     LIMIT: tl.constexpr, BY_HEAD: tl.constexpr, TILE: tl.constexpr, HEAD_TILE: tl.constexpr,
     DIM_TILE: tl.constexpr, HALF_TILE: tl.constexpr, REST_TILE: tl.constexpr,
 ):
     # One program owns TILE tokens of one layer, K and V of all heads.
-    layer = tl.program_id(0) % LAYERS
+    layer = (tl.program_id(0) % LAYERS).to(tl.int64)
+    slots_ptr += _picked_int(GROUPS, layer, LAYERS) * stride_group
     token, head, real, keep, position, known, page, offset = _places(
-        positions_ptr, slots_ptr + _picked_int(GROUPS, layer, LAYERS) * stride_group,
-        tl.program_id(0) // LAYERS * TILE, num_rows, (_picked_int(odd_num_pages, layer, LAYERS) >> 1) << SHIFT,
-        max_positions, HEADS, HEAD_TILE, TILE, BY_HEAD, ROTARY > 0, SHIFT,
+        positions_ptr, slots_ptr, tl.program_id(0) // LAYERS * TILE, num_rows,
+        (_picked_int(odd_num_pages, layer, LAYERS) >> 1) << SHIFT, max_positions,
+        HEADS, HEAD_TILE, TILE, BY_HEAD, ROTARY > 0, SHIFT,
     )
     # All loads come before the first store: none may move over a store that might alias.
-    layer64, head64 = layer.to(tl.int64), head.to(tl.int64)
-    v = _load_plain(v_ptr + token * v_token + layer64 * v_layer + head64 * v_head, real, DIM, DIM_TILE)
-    k_rows = k_ptr + token * k_token + layer64 * k_layer + head64 * k_head
+    v = _load_plain(v_ptr + token * v_token + layer * v_layer + head * v_head, real, DIM, DIM_TILE)
+    k_rows = k_ptr + token * k_token + layer * k_layer + head * k_head
     k_scale, v_scale = _scales(k_scales, v_scales, layer, head, real, HAS_SCALE, LAYERS)
-    k_to = _picked(k_pages, layer, LAYERS) + page * _picked_int(K_PAGES, layer, LAYERS) + head * K_PAGE[1]
-    v_to = _picked(v_pages, layer, LAYERS) + page * _picked_int(V_PAGES, layer, LAYERS) + head * V_PAGE[1]
-    k_to += offset * K_PAGE[0]
-    if V_LAYOUT == 0:
-        v_to += offset * V_PAGE[0]
+    v_token_stride: tl.constexpr = V_PAGE[0] if V_LAYOUT == 0 else 0
+    k_to = _page_rows(k_pages, K_PAGES, layer, page, offset, head, K_PAGE[0], K_PAGE[1], LAYERS)
+    v_to = _page_rows(v_pages, V_PAGES, layer, page, offset, head, v_token_stride, V_PAGE[1], LAYERS)
     if ROTARY > 0:
-        HALF: tl.constexpr = ROTARY // 2
-        k_to, to_mask = k_to[:, None], keep[:, None]
         first, second, rest = _rotated(
             k_rows[:, None], real[:, None], position, known, cos_sin_ptr, weight_ptr + layer * DIM, eps,
             DIM, ROTARY, HALF_TILE, REST_TILE, HAS_NORM, INTERLEAVED,
         )
-        first = _quantised(first, k_scale, k_to.dtype.element_ty, LIMIT, HAS_SCALE)
-        second = _quantised(second, k_scale, k_to.dtype.element_ty, LIMIT, HAS_SCALE)
-        _store_pair(k_to, first, second, to_mask, HALF, HALF_TILE, INTERLEAVED)
-        if ROTARY < DIM:
-            rest = _quantised(rest, k_scale, k_to.dtype.element_ty, LIMIT, HAS_SCALE)
-            rest_dim = ROTARY + tl.arange(0, REST_TILE)[None, :]
-            tl.store(k_to + rest_dim, rest, mask=to_mask & (rest_dim < DIM))
+        _store_keys(k_to, first, second, rest, k_scale, keep, DIM, ROTARY, HALF_TILE, REST_TILE, INTERLEAVED,
+                    LIMIT, HAS_SCALE)
     else:
         k = _load_plain(k_rows, real, DIM, DIM_TILE)
         k = _quantised(k, k_scale, k_to.dtype.element_ty, LIMIT, HAS_SCALE)
