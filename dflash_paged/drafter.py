@@ -6,8 +6,8 @@
 __all__ = ['WEIGHT_DTYPES', 'LAYER_TYPES', 'ROPE_TYPES', 'UNSUPPORTED_FIELDS', 'OUTPUT_FIELDS', 'Attend', 'KV_SCALES_FILE',
            'default_target_layer_ids', 'DraftFields', 'DraftConfig', 'read_draft_config', 'draft_config_dict',
            'RMSNorm', 'DraftAttention', 'DraftMLP', 'DraftLayer', 'DraftParameters', 'DraftWeights', 'DraftModel',
-           'load_drafter', 'read_kv_scales', 'check_kv_scale', 'save_kv_scales', 'save_drafter', 'check_drafter_fits',
-           'DraftStep', 'PagedContext', 'draft_tokens']
+           'load_drafter', 'read_kv_scales', 'check_kv_scale', 'check_kv_scales', 'save_kv_scales', 'save_drafter',
+           'check_drafter_fits', 'DraftStep', 'PagedContext', 'draft_tokens']
 
 # %% ../notebooks/07_drafter.ipynb #bc73b76d
 import json
@@ -363,8 +363,9 @@ class DraftWeights(DraftParameters):
         return self if self._fused is None else self.freeze()  # the fused copy follows the weights
 
     def load_state_dict(self, *args, **kwargs):
-        """As torch's; a frozen model's fused weights are made anew."""
+        """As torch's; a frozen model's fused weights are made anew, and scales of other weights dropped."""
         result = super().load_state_dict(*args, **kwargs)
+        self.kv_scales = None
         if self._fused is not None:
             self.freeze()
         return result
@@ -474,14 +475,21 @@ def check_kv_scale(name: str, scale: torch.Tensor, config: DraftConfig) -> None:
         raise ValueError(f"{name}: expected scales of {low:g} to {high:g}, got {scale.tolist()}")
 
 
+def check_kv_scales(scales: object, config: DraftConfig) -> None:
+    """`ValueError` unless `scales` are (k_scale, v_scale), each as `check_kv_scale` wants it."""
+    if scales is None:
+        raise ValueError("drafter: expected calibrated scales (kv_scales), got None")
+    if not isinstance(scales, (tuple, list)) or len(scales) != 2:
+        raise ValueError(f"kv_scales: expected a pair of tensors, got {type(scales).__name__}")
+    for name, scale in zip(("k_scale", "v_scale"), scales):
+        check_kv_scale(name, scale, config)
+
+
 def save_kv_scales(model: DraftModel, directory: str | Path) -> Path:
     """Write `model.kv_scales` beside its weights, replaced as a whole."""
     from safetensors.torch import save_file
 
-    if model.kv_scales is None:
-        raise ValueError("model: expected calibrated scales (kv_scales), got None")
-    for name, scale in zip(("k_scale", "v_scale"), model.kv_scales):
-        check_kv_scale(name, scale, model.config)
+    check_kv_scales(model.kv_scales, model.config)
     path = Path(directory) / KV_SCALES_FILE
     save_file({n: s.cpu().contiguous() for n, s in zip(("k_scale", "v_scale"), model.kv_scales)}, f"{path}.part")
     os.replace(f"{path}.part", path)
@@ -545,6 +553,7 @@ def save_drafter(
     directory.mkdir(parents=True, exist_ok=True)
     state = {k: v.detach().to("cpu", dtype).contiguous() for k, v in model.state_dict().items()}
     weights, config = directory / "model.safetensors", directory / "config.json"
+    (directory / KV_SCALES_FILE).unlink(missing_ok=True)  # another drafter's would fit in shape alone
     save_file(state, f"{weights}.part", metadata={"format": "pt"})
     os.replace(f"{weights}.part", weights)
     text = json.dumps(draft_config_dict(model.config, str(dtype).removeprefix("torch.")), indent=2) + "\n"

@@ -22,7 +22,7 @@ import torch
 from .block_table import build_draft_inputs, build_verify_inputs, slots_of_positions
 from .checks import NO_TOKEN, check_choice, check_int, check_tokens_per_block
 from .dense import DenseContext
-from .drafter import DraftModel, DraftStep, PagedContext, check_drafter_fits, draft_tokens
+from .drafter import DraftModel, DraftStep, PagedContext, check_drafter_fits, check_kv_scales, draft_tokens
 from .manager import KVCacheManager
 from .target import PagedTarget, TargetBatch
 
@@ -169,8 +169,8 @@ def pick_draft_kv_dtype(draft_kv_dtype: str, kv_dtype: str, drafter: DraftModel 
         return kv_dtype
     if context == "dense":
         raise ValueError(f"draft_kv_dtype: expected 'inherit' with context 'dense', got {draft_kv_dtype!r}")
-    if draft_kv_dtype == "float8_e4m3fn" and drafter is not None and drafter.kv_scales is None:
-        raise ValueError("drafter: expected calibrated scales for float8_e4m3fn pages (kv_scales), got None")
+    if draft_kv_dtype == "float8_e4m3fn" and drafter is not None:
+        check_kv_scales(drafter.kv_scales, drafter.config)
     return draft_kv_dtype
 
 
@@ -201,9 +201,8 @@ class EngineState:
         self.max_batch_size, self.max_seq_len = max_batch_size, max_seq_len
         self.max_step_tokens, self.tokens_per_block = max_step_tokens, tokens_per_block
         kv_dtype = check_choice("kv_dtype", kv_dtype or str(target.dtype).removeprefix("torch."), KV_DTYPES)
-        in_pages = self.drafter is not None and context == "paged"
-        draft_dtype = pick_draft_kv_dtype(draft_kv_dtype, kv_dtype, drafter, context)
-        draft_specs = self.drafter.config.layer_specs(draft_dtype) if in_pages else ()
+        draft_dtype = pick_draft_kv_dtype(draft_kv_dtype, kv_dtype, self.drafter, context)
+        draft_specs = self.drafter.config.layer_specs(draft_dtype) if self.drafter and context == "paged" else ()
         if num_blocks is None and kv_cache_bytes is None:
             num_blocks = max_batch_size * -(-max_seq_len // tokens_per_block)
         self.manager = KVCacheManager(
@@ -213,7 +212,7 @@ class EngineState:
             num_lookahead_tokens=self.num_query_rows, enable_prefix_reuse=enable_prefix_reuse,
             draft_kv_dtype=draft_dtype,
         )
-        if draft_dtype == "float8_e4m3fn" and in_pages:
+        if draft_dtype == "float8_e4m3fn" and draft_specs:
             set_draft_scales(self.manager, self.drafter, target.num_layers)
         self.context = self.drafter and make_context(
             target, self.drafter, self.manager, context, max_batch_size, max_seq_len

@@ -168,6 +168,8 @@ Projections = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (kv [N, L, 2, n_kv,
 def collect_projections(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Projections:
     """Decode `prompts` and return what the paged draft context was given to store, a pair for each step."""
     model, context, seen = engine.drafter, engine.context, []
+    if context is None or context.name != "paged":
+        raise ValueError("engine: expected one with a paged draft context, got none")
     store = context.store
 
     def recording(step, features):
@@ -219,6 +221,8 @@ def with_outliers(model: DraftModel, factor: float, dims: Sequence[int]) -> Draf
     for layer in other.layers:
         attention = layer.self_attn
         attention.v_proj.weight.data.view(-1, dim, attention.v_proj.weight.shape[1])[:, index] *= factor
+        if attention.v_proj.bias is not None:
+            attention.v_proj.bias.data.view(-1, dim)[:, index] *= factor
         attention.o_proj.weight.data.view(attention.o_proj.weight.shape[0], -1, dim)[:, :, index] /= factor
     other.kv_scales = None
     return other.freeze()
@@ -247,12 +251,14 @@ def scale_cases(
     calibration: Sequence[Sequence[int]],  # prompts to calibrate on, not those measured
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    outlier_factor: float = 4096.0,
+    outlier_factor: float = 4096.0,  # in every second dimension of V
+    names: Sequence[str] = ("as trained", "outliers"),
 ) -> list[tuple[dict, list[PromptRow]]]:  # (case, error of K, error of V) and one row a prompt
     """Acceptance with bf16 and fp8 draft pages: calibrated, a scale of 1.0, outliers, a mismatched reader."""
     measured = []
-    drafters = {"as trained": drafter, "outliers": with_outliers(drafter, outlier_factor, range(4))}
-    for name, model in drafters.items():
+    dims = range(0, drafter.config.head_dim, 2)
+    for name in names:
+        model = drafter if name == "as trained" else with_outliers(drafter, outlier_factor, dims)
         seen = collect_projections(make(model, "float32"), calibration, max_new_tokens)
         calibrated = calibrate_drafter(model, seen).kv_scales
         ones = tuple(torch.ones_like(s) for s in calibrated)

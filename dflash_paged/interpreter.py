@@ -31,11 +31,18 @@ def _convert(data: np.ndarray, source, wanted, rounding_mode=None) -> np.ndarray
 
 
 def _fma(builder, x, y, z):
-    """x * y + z with one rounding (for fp32: the product is exact in fp64)."""
-    wide = np.float64 if z.data.dtype == np.float32 else z.data.dtype
+    """x * y + z with one rounding; fp32 alone, whose products fp64 holds exactly."""
+    if z.data.dtype != np.float32:
+        return type(z)(x.data * y.data + z.data, z.dtype.scalar)
     with np.errstate(all="ignore"):
-        result = (x.data.astype(wide) * y.data.astype(wide) + z.data.astype(wide)).astype(z.data.dtype)
-    return type(z)(result, z.dtype.scalar)
+        product, addend = x.data.astype(np.float64) * y.data, z.data.astype(np.float64)
+        total = product + addend
+        part = total - product
+        lost = (product - (total - part)) + (addend - part)
+        # To odd where fp64 lost something, so that rounding again to fp32 can't meet a tie that isn't one.
+        even = (total.view(np.int64) & 1 == 0) & (lost != 0) & np.isfinite(lost)
+        total = np.where(even, np.nextafter(total, np.copysign(np.inf, lost)), total)
+        return type(z)(total.astype(np.float32), z.dtype.scalar)
 
 # %% ../notebooks/00c_interpreter.ipynb #e5367ed6
 def interpret_kernels() -> None:

@@ -18,7 +18,7 @@ import torch
 
 from .checks import PADDING_PAGE_ID, check_choice, check_int, check_tokens_per_block
 from .memory import DTYPE_BYTES, LayerSpec
-from .store import PageView
+from .store import SCALE_RANGE, PageView
 
 # %% ../notebooks/05_manager.ipynb #9efd8ab6
 class OutOfBlocks(RuntimeError):
@@ -301,7 +301,7 @@ class LayerViews(PagePools):
     def set_scales(
         self, layer_idx: int, k_scale: torch.Tensor | float, v_scale: torch.Tensor | float
     ) -> None:
-        """Set an fp8 layer's scales, each `[n_kv]` or one number for all heads; positive and finite."""
+        """Set an fp8 layer's scales, each `[n_kv]` or one number for all heads, within `SCALE_RANGE`."""
         device, spec = self.buffer(layer_idx).device, self.layers[layer_idx]
         if spec.dtype != "float8_e4m3fn":
             raise ValueError(f"layer_idx: scales are for fp8 pages, layer {layer_idx} has {spec.dtype}")
@@ -311,10 +311,15 @@ class LayerViews(PagePools):
             scale = scale.expand(spec.num_kv_heads) if scale.dim() == 0 else scale
             if tuple(scale.shape) != (spec.num_kv_heads,):
                 raise ValueError(f"{name}: expected shape [{spec.num_kv_heads}], got {list(scale.shape)}")
-            if not bool((scale.isfinite() & (scale > 0)).all()):
-                raise ValueError(f"{name}: expected positive finite numbers, got {scale.tolist()}")
+            low, high = SCALE_RANGE
+            if not bool(((scale >= low) & (scale <= high)).all()):
+                raise ValueError(f"{name}: expected numbers of {low:g} to {high:g}, got {scale.tolist()}")
             pair.append(scale.clone().to(device))
-        self.scales[layer_idx] = (pair[0], pair[1])
+        if layer_idx in self.scales:  # in place: views that were handed out read the same scales as new ones
+            for old, new in zip(self.scales[layer_idx], pair):
+                old.copy_(new)
+        else:
+            self.scales[layer_idx] = (pair[0], pair[1])
 
     def view(self, layer_idx: int) -> PageView:
         """A layer's pages with their layout and scales; zero-copy."""

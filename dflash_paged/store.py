@@ -18,7 +18,7 @@ import torch
 
 from .block_table import check_strided, debug_checks_enabled
 from .checks import check_choice, check_int, check_tensor, check_tokens_per_block
-from .kernels import ceil_div, jit, power_of_two, runs_kernel, tl
+from .kernels import ceil_div, device_of, jit, power_of_two, runs_kernel, tl
 
 PAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -175,6 +175,10 @@ def make_cos_sin(
     """
     check_int("max_positions", max_positions, 1)
     check_int("rotary_dim", rotary_dim, 2)
+    if not isinstance(theta, (int, float)) or not 0 < theta < float("inf"):
+        raise ValueError(f"theta: expected a finite number > 0, got {theta!r}")
+    if rope_scaling is not None and not isinstance(rope_scaling, dict):
+        raise ValueError(f"rope_scaling: expected a dict or None, got {type(rope_scaling).__name__}")
     if rotary_dim % 2:
         raise ValueError(f"rotary_dim: expected an even number, got {rotary_dim}")
     kind = _rope_type(rope_scaling)
@@ -205,8 +209,8 @@ def _scaled_inv_freq(rotary_dim: int, theta: float, rope_scaling: dict, max_posi
     )
     for name in needed:
         got = rope_scaling.get(name)
-        if not isinstance(got, (int, float)):
-            raise ValueError(f"rope_scaling[{name!r}]: expected a number for rope_type {kind!r}, got {got!r}")
+        if not isinstance(got, (int, float)) or not 0 < got < float("inf"):
+            raise ValueError(f"rope_scaling[{name!r}]: expected a number > 0 for rope_type {kind!r}, got {got!r}")
     config = Qwen3Config(
         hidden_size=rotary_dim, num_attention_heads=1, num_key_value_heads=1, head_dim=rotary_dim,
         rope_theta=theta, max_position_embeddings=max_positions,
@@ -317,14 +321,19 @@ def context_rows_ref(
     return rotated, v
 
 # %% ../notebooks/03_store.ipynb #b700a054
+def _check_positions(positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    """`ValueError` unless all of `positions`, at least one, are rows of `cos_sin`."""
+    low, high = (int(bound) for bound in positions.aminmax())
+    if low < 0 or high >= cos_sin.shape[0]:
+        got = low if low < 0 else high
+        raise ValueError(f"positions: expected 0..{cos_sin.shape[0] - 1}, the rows of cos_sin, got {got}")
+
+
 def _check_rows(positions, slot_mapping, pages, layer_to_group, cos_sin) -> list[int]:
     """`ValueError` for a kept row past the rotation table or a pool; the lowest slot of each layer."""
     kept = positions[(slot_mapping >= 0).any(0)]
     if kept.numel():
-        low, high = (int(bound) for bound in kept.aminmax())
-        if low < 0 or high >= cos_sin.shape[0]:
-            got = low if low < 0 else high
-            raise ValueError(f"positions: expected 0..{cos_sin.shape[0] - 1}, the rows of cos_sin, got {got}")
+        _check_positions(kept, cos_sin)
     if not slot_mapping.numel():
         return [0] * len(pages)
     return [_lowest_slot(slot_mapping[g], view, "slot_mapping") for g, view in zip(layer_to_group, pages)]
@@ -604,8 +613,9 @@ def _places(
     return token, head, real, keep, position, known, slot >> SHIFT, slot & ((1 << SHIFT) - 1)
 
 
-_CHANGING = dict(  # from step to step; strides of k and v change too, but stay multiples of 16
-    do_not_specialize=["num_rows", "max_positions", "stride_group"],
+_ROW_STRIDES = ["k_token", "k_layer", "k_head", "v_token", "v_layer", "v_head"]
+_CHANGING = dict(  # from step to step
+    do_not_specialize=["num_rows", "max_positions", "stride_group", *_ROW_STRIDES],
     do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"],
 )
 
@@ -618,13 +628,13 @@ def _store_kernel(
     k_pages, v_pages, k_scales, v_scales,  # L pointers each
     odd_num_pages,  # L: 2 * num_pages + 1, since 1 and multiples of 16 would compile anew in a tuple
     num_rows, max_positions, stride_group, eps,
-    k_token, k_layer, k_head, v_token, v_layer, v_head,  # strides of k and v; they may change with N
+    k_token, k_layer, k_head, v_token, v_layer, v_head,  # strides of k and v over UNIT
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,  # strides in a page: token (transposed V: dimension), head
     K_PAGES: tl.constexpr, V_PAGES: tl.constexpr, GROUPS: tl.constexpr,  # L page strides, L groups
     LAYERS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, SHIFT: tl.constexpr,
     HAS_NORM: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_SCALE: tl.constexpr, V_LAYOUT: tl.constexpr,
     LIMIT: tl.constexpr, BY_HEAD: tl.constexpr, TILE: tl.constexpr, HEAD_TILE: tl.constexpr,
-    DIM_TILE: tl.constexpr, HALF_TILE: tl.constexpr, REST_TILE: tl.constexpr,
+    DIM_TILE: tl.constexpr, HALF_TILE: tl.constexpr, REST_TILE: tl.constexpr, UNIT: tl.constexpr,
 ):
     # One program owns TILE tokens of one layer, K and V of all heads.
     layer = (tl.program_id(0) % LAYERS).to(tl.int64)
@@ -635,8 +645,8 @@ def _store_kernel(
         HEADS, HEAD_TILE, TILE, BY_HEAD, ROTARY > 0, SHIFT,
     )
     # All loads come before the first store: none may move over a store that might alias.
-    v = _load_plain(v_ptr + token * v_token + layer * v_layer + head * v_head, real, DIM, DIM_TILE)
-    k_rows = k_ptr + token * k_token + layer * k_layer + head * k_head
+    v = _load_plain(v_ptr + (token * v_token + layer * v_layer + head * v_head) * UNIT, real, DIM, DIM_TILE)
+    k_rows = k_ptr + (token * k_token + layer * k_layer + head * k_head) * UNIT
     k_scale, v_scale = _scales(k_scales, v_scales, layer, head, real, HAS_SCALE, LAYERS)
     v_token_stride: tl.constexpr = V_PAGE[0] if V_LAYOUT == 0 else 0
     k_to = _page_rows(k_pages, K_PAGES, layer, page, offset, head, K_PAGE[0], K_PAGE[1], LAYERS)
@@ -674,29 +684,35 @@ def _launch_store(k, v, slots, pages, groups, *, rope=None, weight=None, eps=0.0
     scaled = view.k_scale is not None
     by_head = view.v_layout != "row" or view.layout == "HND"
     tile, warps = _store_tile(heads, dim, view.v_layout != "row")
-    strides = _page_strides(view)
-    _store_kernel[(ceil_div(num_rows, tile) * layers,)](
-        k, v, positions, slots, cos_sin if rotary else k, k if weight is None else weight,
-        tuple(p.k for p in pages), tuple(p.v for p in pages),
-        tuple(p.k_scale if scaled else p.k for p in pages), tuple(p.v_scale if scaled else p.v for p in pages),
-        tuple(2 * p.num_pages + 1 for p in pages), num_rows, cos_sin.shape[0] if rotary else 0, slots.stride(0), eps,
-        *k.stride()[:3], *v.stride()[:3], K_PAGE=strides[0], V_PAGE=strides[1],
-        K_PAGES=tuple(p.k.stride(0) for p in pages), V_PAGES=tuple(p.v.stride(0) for p in pages),
-        GROUPS=tuple(groups), SHIFT=view.tokens_per_block.bit_length() - 1, LAYERS=layers, HEADS=heads, DIM=dim,
-        ROTARY=rotary, HAS_NORM=weight is not None, INTERLEAVED=interleaved, HAS_SCALE=scaled,
-        V_LAYOUT=V_LAYOUTS.index(view.v_layout), LIMIT=torch.finfo(view.dtype).max, BY_HEAD=by_head, TILE=tile,
-        HEAD_TILE=power_of_two(heads), DIM_TILE=power_of_two(dim), HALF_TILE=power_of_two(max(rotary // 2, 1)),
-        REST_TILE=power_of_two(max(dim - rotary, 1)), num_warps=warps, enable_fp_fusion=False,
-    )
+    (k_page, v_page), row_strides = _page_strides(view), (*k.stride()[:3], *v.stride()[:3])
+    # Divided by what they are known to be multiples of, strides may change without a new kernel.
+    unit = 16 if not any(x % 16 for x in (dim, *row_strides)) else 1
+    launch = _store_kernel[(ceil_div(num_rows, tile) * layers,)]
+    with device_of(k):
+        launch(
+            k, v, positions, slots, cos_sin if rotary else k, k if weight is None else weight,
+            tuple(p.k for p in pages), tuple(p.v for p in pages),
+            tuple(p.k_scale if scaled else p.k for p in pages), tuple(p.v_scale if scaled else p.v for p in pages),
+            tuple(2 * p.num_pages + 1 for p in pages), num_rows, cos_sin.shape[0] if rotary else 0,
+            slots.stride(0), float(eps), *(x // unit for x in row_strides), K_PAGE=k_page, V_PAGE=v_page,
+            K_PAGES=tuple(p.k.stride(0) for p in pages), V_PAGES=tuple(p.v.stride(0) for p in pages),
+            GROUPS=tuple(groups), SHIFT=int(view.tokens_per_block).bit_length() - 1, LAYERS=layers, HEADS=heads,
+            DIM=dim, ROTARY=rotary, HAS_NORM=weight is not None, INTERLEAVED=interleaved, HAS_SCALE=scaled,
+            V_LAYOUT=V_LAYOUTS.index(view.v_layout), LIMIT=torch.finfo(view.dtype).max, BY_HEAD=by_head, TILE=tile,
+            HEAD_TILE=power_of_two(heads), DIM_TILE=power_of_two(dim), REST_TILE=power_of_two(max(dim - rotary, 1)),
+            HALF_TILE=power_of_two(max(rotary // 2, 1)), UNIT=unit, num_warps=warps, enable_fp_fusion=False,
+        )
 
 # %% ../notebooks/03_store.ipynb #a494074c
 def _store_tile(heads: int, dim: int, transposed: bool) -> tuple[int, int]:
     """Tokens a program and its warps, the fastest of those measured: 16 values of K and of V a thread.
 
-    A transposed page takes more tokens, which lie side by side there.
+    A transposed page takes more tokens, which lie side by side there, as long as a tile stays in registers.
     """
     width = power_of_two(heads) * power_of_two(dim)
-    tile = max(2048 // width, 16 if transposed else 1)
+    tile = max(2048 // width, 1)
+    if transposed:
+        tile = max(tile, min(16, 128 // power_of_two(heads), 16384 // width))
     return tile, max(1, min(8, tile * width // 512))
 
 
@@ -754,14 +770,34 @@ def store_kv(
     (_launch_store_kv if runs_kernel(k) else store_kv_ref)(k, v, slots, page_view)
 
 # %% ../notebooks/03_store.ipynb #da9733ad
+def _check_norm_and_table(kv, cos_sin, k_norm_weight, eps) -> None:
+    """What norm and rotation need, for rows kv [N, L, 2, n_kv, D]."""
+    layers, head_dim = kv.shape[1], kv.shape[4]
+    check_strided("cos_sin", cos_sin, (None, None), torch.float32, kv.device)
+    rotary_dim = cos_sin.shape[1]
+    if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
+        raise ValueError(f"cos_sin: expected an even rotary_dim of 2..{head_dim}, got {rotary_dim}")
+    if k_norm_weight is not None:
+        check_strided("k_norm_weight", k_norm_weight, (layers, head_dim), ROW_DTYPES, kv.device)
+    if not isinstance(eps, (int, float)) or not 0 <= eps < 1:
+        raise ValueError(f"eps: expected a number from 0 to 1, got {eps!r}")
+
+
 def _check_layers(pages, layer_to_group, num_layers, num_groups, num_kv_heads, head_dim, device) -> None:
-    if len(pages) != num_layers:
+    if not num_layers or not num_groups:
+        name = "slot_mapping" if num_layers else "kv"
+        raise ValueError(f"{name}: expected at least one {'group' if num_layers else 'layer'}, got none")
+    if not isinstance(pages, Sequence) or len(pages) != num_layers:
+        pages = pages if isinstance(pages, Sequence) else [pages]
         raise ValueError(f"pages: expected {num_layers} views, one a layer of kv, got {len(pages)}")
     if len(layer_to_group) != num_layers:
         raise ValueError(f"layer_to_group: expected {num_layers} entries, got {len(layer_to_group)}")
     for i, group in enumerate(layer_to_group):
         check_int(f"layer_to_group[{i}]", group, 0, num_groups - 1)
-    geometry = lambda v: (v.num_kv_heads, v.head_dim, v.dtype, v.layout, v.v_layout, v.tokens_per_block)
+    geometry = lambda v: (
+        v.num_kv_heads, v.head_dim, v.dtype, v.layout, v.v_layout, v.tokens_per_block,
+        "no scales" if v.k_scale is None else "scales", *_page_strides(v),
+    )
     for i, view in enumerate(pages):
         _check_view(f"pages[{i}]", view)
         if geometry(view) != geometry(pages[0]):
@@ -790,7 +826,8 @@ def store_draft_context(
     """Store all draft layers' rows: RMSNorm and RoPE on K, V plain, quantised, through the slots.
 
     One launch for all layers on CUDA tensors, without waiting for the device; it may be captured in a CUDA
-    graph. Tensors of other devices run `store_draft_context_ref`.
+    graph (`cos_sin` and `k_norm_weight` contiguous: others are copied first). Tensors of other devices run
+    `store_draft_context_ref`.
 
     Raises: `ValueError` naming the argument, what was expected and what came, before anything is written.
     A position past `cos_sin` or a slot past a pool is an error in the reference; the kernel skips such a row.
@@ -802,12 +839,7 @@ def store_draft_context(
     check_strided("positions", positions, (num_rows,), torch.int64, kv.device)
     check_strided("slot_mapping", slot_mapping, (None, num_rows), torch.int64, kv.device)
     _check_layers(pages, layer_to_group, num_layers, slot_mapping.shape[0], num_kv_heads, head_dim, kv.device)
-    check_strided("cos_sin", cos_sin, (None, None), torch.float32, kv.device)
-    rotary_dim = cos_sin.shape[1]
-    if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
-        raise ValueError(f"cos_sin: expected an even rotary_dim of 2..{head_dim}, got {rotary_dim}")
-    if k_norm_weight is not None:
-        check_strided("k_norm_weight", k_norm_weight, (num_layers, head_dim), ROW_DTYPES, kv.device)
+    _check_norm_and_table(kv, cos_sin, k_norm_weight, eps)
     if debug_checks_enabled():
         for group in range(slot_mapping.shape[0]):
             _check_distinct("slot_mapping", slot_mapping[group])
@@ -833,14 +865,18 @@ def calibrate_scales(
 
     Raises: `ValueError` where there is no row, or where a value isn't finite (with its layer and head).
     """
-    if not margin > 0:
-        raise ValueError(f"margin: expected a number > 0, got {margin!r}")
-    amax = None
+    if not isinstance(margin, (int, float)) or not 0 < margin < float("inf"):
+        raise ValueError(f"margin: expected a finite number > 0, got {margin!r}")
+    check_choice("dtype", dtype, PAGE_DTYPES)
+    amax, shape = None, (None, None, 2, None, None)
     for kv, positions in batches:
-        check_tensor("kv", kv, (None, None, 2, None, None), ROW_DTYPES)
+        check_tensor("kv", kv, shape, ROW_DTYPES)
+        shape = (None, *kv.shape[1:])  # of every later batch too
+        _check_norm_and_table(kv, cos_sin, k_norm_weight, eps)
         check_tensor("positions", positions, (kv.shape[0],), torch.int64, kv.device)
         if not kv.shape[0]:
             continue
+        _check_positions(positions, cos_sin)
         rows = context_rows_ref(
             kv, positions, cos_sin=cos_sin, k_norm_weight=k_norm_weight, eps=eps,
             rope_interleaved=rope_interleaved,

@@ -441,3 +441,25 @@ def test_verify_values_are_checked_in_debug_mode_only(monkeypatch, name, value):
     monkeypatch.setenv("DFLASH_PAGED_DEBUG", "1")
     with pytest.raises(ValueError, match=f"^{name}: expected values >= 0"):
         build_verify_inputs(**arguments)
+
+
+def test_rows_before_the_first_request_belong_to_nobody():
+    """Where row_start_loc begins after 0, the rows before it get no slot."""
+    step = dict(
+        next_token_ids=torch.tensor([7]), row_positions=torch.arange(4),
+        row_start_loc=torch.tensor([2, 4], dtype=torch.int32), num_rejected=torch.tensor([0], dtype=torch.int32),
+        block_tables=torch.tensor([[[0]]], dtype=torch.int32),
+    )
+    got = build_draft_inputs(**step, tokens_per_block=8, mask_token_id=9, num_draft_tokens=1)
+    assert got.context_slot_mapping.tolist() == [[-1, -1, 2, 3]]
+
+
+@pytest.mark.parametrize("name, value", [("num_draft_tokens", 64), ("mask_token_id", 2**31)])
+def test_numbers_that_no_kernel_takes_are_refused(name, value):
+    """K is at most 63, since attention takes 64 query rows; a token id fits 32 bits."""
+    options = {"tokens_per_block": 8, "mask_token_id": 9, "num_draft_tokens": 1, name: value}
+    with pytest.raises(ValueError, match=f"^{name}: expected"):
+        build_draft_inputs(
+            torch.tensor([7]), torch.arange(1), torch.tensor([0, 1], dtype=torch.int32),
+            torch.tensor([0], dtype=torch.int32), torch.tensor([[[0]]], dtype=torch.int32), **options,
+        )

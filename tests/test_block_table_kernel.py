@@ -490,3 +490,16 @@ def test_a_negative_length_has_no_slot():
         tokens_per_block=8, num_pages=None,
     ))
     assert want.slot_mapping.tolist() == [[-1, -1, 16]]
+
+
+def test_rows_before_the_first_request_belong_to_nobody():
+    """Where row_start_loc begins after 0, the rows before it get no slot, in the kernel as in the reference."""
+    i32 = lambda values: on_device(torch.tensor(values, dtype=torch.int32))
+    step = dict(
+        next_token_ids=on_device(torch.tensor([7, 8])), row_positions=on_device(torch.arange(7)),
+        row_start_loc=i32([2, 4, 6]), num_rejected=i32([0, 1]), block_tables=i32([[[0], [3]]]),
+    )
+    options = dict(tokens_per_block=8, mask_token_id=9, num_draft_tokens=1, num_pages=None)
+    out = DraftInputs.allocate(1, 7, 2, 1, step["row_positions"].device)
+    got = _launch_draft_inputs(**step, **options, out=out)
+    assert got.context_slot_mapping.tolist() == [[-1, -1, 2, 3, 28, -1, -1]]

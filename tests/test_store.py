@@ -589,3 +589,89 @@ def test_calibration_refuses_values_that_are_not_finite(value, rng):
     kv[3, 1, 1, 2, 0] = value
     with pytest.raises(ValueError, match="V of layer 1, head 2"):
         calibrate_scales([(kv, torch.arange(9))], **arguments)
+
+
+# ------------------------------------------------------------------ one call, one geometry
+
+
+def store_two(first, second):
+    """The public call with two layers' views."""
+    store_draft_context(
+        torch.zeros(1, 2, 2, HEADS, DIM), i64([3]), i64([[5]]), [first, second], [0, 0],
+        cos_sin=make_cos_sin(16, DIM, 1e4), k_norm_weight=None, eps=1e-6,
+    )
+
+
+def test_layers_of_one_call_share_strides_within_a_page():
+    """One kernel computes all addresses: a view whose tokens lie elsewhere in its pages is refused, by its index."""
+    plain = torch.zeros(PAGES, TOKENS, HEADS, DIM)
+    token_major = torch.zeros(PAGES, TOKENS, 2, HEADS, DIM)[:, :, 0]
+    transposed = torch.zeros(PAGES, HEADS, TOKENS, DIM).transpose(1, 2)
+    for other in (token_major, transposed):
+        with pytest.raises(ValueError, match=r"^pages\[1\]: expected the geometry"):
+            store_two(PageView(plain, plain, tokens_per_block=TOKENS), PageView(other, other, tokens_per_block=TOKENS))
+
+
+def test_layers_of_one_call_all_have_scales_or_none():
+    """Scales of one layer must not be ignored because another has none."""
+    k, ones = torch.zeros(PAGES, TOKENS, HEADS, DIM), torch.ones(HEADS)
+    plain = PageView(k, k, tokens_per_block=TOKENS)
+    scaled = PageView(k, k, k_scale=ones, v_scale=ones, tokens_per_block=TOKENS)
+    for pair in ((plain, scaled), (scaled, plain)):
+        with pytest.raises(ValueError, match=r"^pages\[1\]: expected the geometry.*scales"):
+            store_two(*pair)
+
+
+@pytest.mark.parametrize("changes, name", [
+    (dict(eps=None), "eps"), (dict(eps=float("nan")), "eps"), (dict(eps=-1.0), "eps"),
+    (dict(kv=torch.zeros(1, 0, 2, HEADS, DIM)), "kv"), (dict(slot_mapping=torch.zeros(0, 1).long()), "slot_mapping"),
+    (dict(pages=None), "pages"),
+])
+def test_a_store_of_nothing_and_odd_numbers_are_refused_by_name(changes, name):
+    """No layer, no group, an eps that is no small number: said before anything is written."""
+    k = torch.zeros(PAGES, TOKENS, HEADS, DIM)
+    arguments = dict(
+        kv=torch.zeros(1, 1, 2, HEADS, DIM), positions=i64([3]), slot_mapping=i64([[5]]),
+        pages=[PageView(k, k, tokens_per_block=TOKENS)], layer_to_group=[0], cos_sin=make_cos_sin(16, DIM, 1e4),
+        k_norm_weight=None, eps=1e-6,
+    )
+    with pytest.raises(ValueError, match=f"^{name}: expected"):
+        store_draft_context(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize("changes, name", [
+    (dict(margin=float("inf")), "margin"), (dict(margin="2"), "margin"), (dict(dtype=torch.int8), "dtype"),
+    (dict(k_norm_weight=torch.ones(1, DIM)), "k_norm_weight"), (dict(cos_sin=None), "cos_sin"),
+    (dict(cos_sin=make_cos_sin(16, 2 * DIM, 1e4)), "cos_sin"), (dict(positions=i64([-1, 3])), "positions"),
+    (dict(positions=i64([3, 16])), "positions"), (dict(eps="small"), "eps"),
+])
+def test_calibration_refuses_what_it_would_get_wrong(changes, name):
+    """Nothing wraps, broadcasts or overflows into a scale."""
+    options = dict(cos_sin=make_cos_sin(16, DIM, 1e4), k_norm_weight=torch.ones(2, DIM), eps=1e-6)
+    positions = changes.get("positions", i64([3, 4]))
+    options |= {k: v for k, v in changes.items() if k != "positions"}
+    with pytest.raises(ValueError, match=f"^{name}"):
+        calibrate_scales([(torch.ones(2, 2, 2, HEADS, DIM), positions)], **options)
+
+
+def test_calibration_refuses_batches_of_another_shape():
+    """One head's amax must not spread over three."""
+    options = dict(cos_sin=make_cos_sin(16, DIM, 1e4), k_norm_weight=None, eps=1e-6)
+    batches = [(torch.ones(2, 2, 2, HEADS, DIM), i64([3, 4])), (torch.ones(2, 2, 2, 1, DIM), i64([3, 4]))]
+    with pytest.raises(ValueError, match="^kv: expected shape"):
+        calibrate_scales(batches, **options)
+
+
+@pytest.mark.parametrize("theta", [0, -1.0, float("nan"), None, "1e4"])
+def test_a_rotation_table_needs_a_base_above_zero(theta):
+    """Anything else would fill the table with NaN."""
+    with pytest.raises(ValueError, match="^theta: expected a finite number > 0"):
+        make_cos_sin(8, 4, theta)
+
+
+def test_numpy_numbers_work_as_ints_do():
+    """A page size from a NumPy array is as good as a Python int."""
+    k = torch.zeros(PAGES, TOKENS, HEADS, DIM)
+    view = PageView(k, k.clone(), tokens_per_block=np.int64(TOKENS))
+    store_kv(torch.ones(1, HEADS, DIM), torch.ones(1, HEADS, DIM), i64([5]), view)
+    assert view.k[0, 5].eq(1).all() and view.num_slots == PAGES * TOKENS

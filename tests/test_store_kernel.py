@@ -12,6 +12,7 @@ from test_block_table_kernel import on_device
 from test_store import FP8, LAYOUTS, codes_of, e4m3_code, e4m3_values, hard_values, i64
 
 from dflash_paged import store
+from dflash_paged.kernels import power_of_two
 from dflash_paged.store import (
     PAGE_DTYPES,
     ROW_DTYPES,
@@ -695,3 +696,34 @@ def test_nothing_that_is_compiled_in_depends_on_the_rows(monkeypatch):
         for kv in (case["kv"], wide):
             _launch_store_draft_context(pages=views, layer_to_group=[0, 0], **{**case, "kv": kv})
     assert len(recorder.constants) == 6 and all(c == recorder.constants[0] for c in recorder.constants)
+
+
+@pytest.mark.parametrize("dim", [8, 16, 40])
+def test_strides_of_rows_are_whole_numbers_of_the_unit(monkeypatch, dim):
+    """Whatever n is, the unit compiled in depends on D alone, and unit x argument is the stride."""
+    seen = []
+
+    class Launches:
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: seen.append((arguments, constants))
+
+    monkeypatch.setattr(store, "_store_kernel", Launches())
+    views, _ = Pools(FP8, heads=3, dim=dim, groups=(0,), pages=(70,), pad=0).make()
+    for n in (2, 3, 16, 17):
+        k = on_device(torch.zeros(3, n, dim, dtype=BF16)).transpose(0, 1)
+        _launch_store_kv(k, k, on_device(torch.arange(n)), views[0])
+        arguments, constants = seen[-1]
+        strides = k[:, None].stride()[:3]
+        assert [x * constants["UNIT"] for x in arguments[-6:]] == [*strides, *strides]
+    assert {c["UNIT"] for _, c in seen} == {16 if dim == 16 else 1}
+
+
+def test_a_transposed_tile_stays_small():
+    """Triton 3.5.1 fails on tiles of more than 128 rows, and registers spill past 16,384 values."""
+    for heads in (1, 2, 3, 8, 9, 16, 32, 128):
+        for dim in (8, 64, 80, 128, 256):
+            tile, warps = store._store_tile(heads, dim, True)
+            rows = tile * power_of_two(heads)
+            assert tile >= 1 and 1 <= warps <= 8
+            assert rows <= max(128, 2048 // power_of_two(dim), power_of_two(heads))
+            assert rows * power_of_two(dim) <= max(16384, power_of_two(heads) * power_of_two(dim))
