@@ -154,7 +154,10 @@ def evaluate_prompts(
 
 # %% ../notebooks/08b_evaluate.ipynb #0734c36a
 def calibration_prompts(count: int, seed: int = 0) -> list[dict]:
-    """Prompts to calibrate on, as entries of a prompts file: heads and requests from Python's standard library."""
+    """Prompts to calibrate on, as entries of a prompts file: heads and requests from Python's standard library.
+
+    The installed library's, so another Python gives others. Scales are maxima: nothing is learnt from these prompts.
+    """
     rng = random.Random(seed)
     functions = collect_functions(None)
     rng.shuffle(functions)

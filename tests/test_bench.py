@@ -50,7 +50,7 @@ def test_verify_cases_belong_to_the_draft_case(monkeypatch, reqs, rows, width, g
     case = bench.verify_inputs_case(draft)
     out = build_verify_inputs(**case)
     assert out is case["out"] and case["draft_token_ids"].shape == (reqs, rows - 1)
-    assert torch.equal(out.positions, draft["row_positions"])  # the rows whose acceptance the draft step knows
+    assert torch.equal(out.positions, draft["row_positions"])  # the rows that it drafted for
     assert (out.slot_mapping >= 0).all() and (out.slot_mapping < 2**20 * 32).all()
     assert torch.equal(out.token_ids.view(reqs, rows)[:, 0], draft["next_token_ids"])
 
@@ -85,9 +85,10 @@ SMALL = dict(num_layers=2, num_kv_heads=2, head_dim=16, num_pages=12, device="cp
 
 @pytest.mark.parametrize("rows,per_request", [(16, 4), (16, 16), (40, 40), (70, 70)])
 @pytest.mark.parametrize("layout,v_layout,dtype", FORMS)
-def test_store_cases_fill_distinct_rows_of_their_own_pages(monkeypatch, layout, v_layout, dtype, rows, per_request):
+def test_store_cases_fill_distinct_rows(monkeypatch, layout, v_layout, dtype, rows, per_request):
     monkeypatch.setenv("DFLASH_PAGED_DEBUG", "1")  # distinct slots, positions within the table
-    case = bench.store_case(rows, layout=layout, v_layout=v_layout, dtype=dtype, rows_per_request=per_request, **SMALL)
+    form = dict(layout=layout, v_layout=v_layout, dtype=dtype)
+    case = bench.store_case(rows, rows_per_request=per_request, **form, **SMALL)
     slots, positions = case["slot_mapping"], case["positions"]
     assert slots.shape == (1, rows) and slots.unique().numel() == rows
     assert (slots >= 0).all() and (slots < 12 * 32).all()
@@ -176,6 +177,7 @@ def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch):
 
 def test_without_flashinfer_there_is_no_peer(monkeypatch):
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "flashinfer" else found(name, *a))
+    absent = lambda name, *rest: None if name == "flashinfer" else found(name, *rest)
+    monkeypatch.setattr(importlib.util, "find_spec", absent)
     case = bench.store_case(4, rows_per_request=4, **SMALL)
     assert bench.flashinfer_store(case) is None

@@ -46,7 +46,8 @@ def make(target, drafter):
 @pytest.mark.parametrize("budget", [15, 256], ids=["chunked-prefill", "whole-prompts"])
 def test_collected_rows_are_those_that_were_stored(make, monkeypatch, budget):
     """Each row of each request once, at its position; rejected rows and padding are none of them."""
-    engine, stored, store = make(max_batch_size=3, max_step_tokens=budget), [], drafter_module.store_draft_context
+    engine = make(max_batch_size=3, max_step_tokens=budget)
+    stored, store = [], drafter_module.store_draft_context
 
     def spy(kv, positions, slot_mapping, *args, **options):
         keep = slot_mapping[0] >= 0
@@ -58,7 +59,7 @@ def test_collected_rows_are_those_that_were_stored(make, monkeypatch, budget):
 
     def watched(*args, **options):
         results = generate(*args, **options)
-        lengths.extend(len(r.prompt_token_ids) + len(r.token_ids) - 1 for r in results)  # the newest has no row
+        lengths.extend(len(r.prompt_token_ids) + len(r.token_ids) - 1 for r in results)  # newest: no row
         return results
 
     engine.generate = watched
@@ -76,9 +77,9 @@ def test_collecting_ignores_prefixes_and_leaves_the_engine_as_it_was(make):
     for _ in range(2):  # the second time all prompts are in the index, and every row is collected again
         seen = E.collect_projections(engine, PROMPTS[:2] * 2, 5)
         assert "store" not in vars(engine.context)
-        assert sum(len(p) for _, p in seen) == 2 * sum(
-            len(p) + len(r.token_ids) - 1 for p, r in zip(PROMPTS, engine.generate(PROMPTS[:2], 5, reuse_prefix=False))
-        )
+        results = engine.generate(PROMPTS[:2], 5, reuse_prefix=False)
+        rows = sum(len(p) + len(r.token_ids) - 1 for p, r in zip(PROMPTS, results))
+        assert sum(len(p) for _, p in seen) == 2 * rows
 
 
 def test_the_store_is_restored_after_a_failure(make, monkeypatch, target):
@@ -169,7 +170,8 @@ def test_outliers_change_what_is_stored_and_not_what_is_computed(drafter, target
     fused, dims, factor = drafter.fused_kv()[0].clone(), [0, 3, 7], 64.0
     other = E.with_outliers(drafter, factor, dims)
     assert all(torch.equal(before[n], t) for n, t in drafter.state_dict().items())
-    assert torch.equal(drafter.fused_kv()[0], fused) and drafter.kv_scales is not None and other.kv_scales is None
+    assert torch.equal(drafter.fused_kv()[0], fused)
+    assert drafter.kv_scales is not None and other.kv_scales is None
     (k, v), (k2, v2) = (
         [torch.cat([x[:, :, i] for x, _ in E.collect_projections(make(m), PROMPTS, 9)]) for i in (0, 1)]
         for m in (drafter, other)
@@ -184,7 +186,7 @@ def test_outliers_change_what_is_stored_and_not_what_is_computed(drafter, target
 
 
 def block_hidden(model, target):
-    """Hidden states of a block after a context of 21 rows, all in fp32, through `draft_attention` of the pages."""
+    """Hidden states of blocks over contexts of 9 to 26 rows in fp32 pages."""
     from conftest import DraftRollout
 
     rollout = DraftRollout(model, starts=(0, 0), seed=2)
@@ -202,7 +204,7 @@ def test_a_drafter_with_outliers_gives_the_same_hidden_states(target, bias):
     other = E.with_outliers(model, 4096.0, range(4))
     want = block_hidden(model, target)
     assert want.isfinite().all()
-    # A power of two scales exactly; sums of v * p run over the same rows, so that only fp32's rounding is left.
+    # A power of two scales exactly; fp32's rounding is left where sums are cut differently.
     torch.testing.assert_close(block_hidden(other, target), want, rtol=1e-4, atol=1e-5)
 
 
@@ -268,7 +270,8 @@ def test_scale_cases_are_nine_and_labelled(target, drafter, monkeypatch):
     ]
     assert len(made) == 11 and readers == [made[5]]  # an engine a case, and one a drafter to calibrate
     errors = {(c["drafter"], c["scale"]): (c["k_error"], c["v_error"]) for c, _ in measured}
-    assert errors["as trained", ""] == errors["outliers", ""] == errors["as trained", "mismatched"] == (None, None)
+    without = errors["as trained", ""], errors["outliers", ""], errors["as trained", "mismatched"]
+    assert {*without} == {(None, None)}
     for name in ("as trained", "outliers"):
         assert all(0 < e < 2**-4 for e in errors[name, "calibrated"])
     assert errors["as trained", "1.0"][1] < 2**-4 and errors["outliers", "1.0"][1] > 0.5  # 4096 is past 448
@@ -278,7 +281,7 @@ def test_scale_cases_are_nine_and_labelled(target, drafter, monkeypatch):
 
 
 def test_each_case_runs_with_its_own_scales(target, drafter, monkeypatch):
-    """Ones only where a case says 1.0; the mismatched writer has calibrated ones; both drafters end calibrated."""
+    """Ones only where a case says 1.0, not where the reader is mismatched; both drafters end calibrated."""
     made = []
 
     def make(model, dtype):
@@ -286,7 +289,8 @@ def test_each_case_runs_with_its_own_scales(target, drafter, monkeypatch):
         return Engine(target, model, draft_kv_dtype=dtype, **OPTIONS)
 
     E.scale_cases(make, drafter, PROMPTS[:1], PROMPTS[:1], 4)
-    is_one = [all(bool((s == 1).all()) for s in scales) for _, dtype, scales in made if dtype == "float8_e4m3fn"]
+    fp8 = [scales for _, dtype, scales in made if dtype == "float8_e4m3fn"]
+    is_one = [all(bool((s == 1).all()) for s in scales) for scales in fp8]
     assert is_one == [False, True, False, False, True]
     models = {id(m): m for m, _, _ in made}
     assert len(models) == 2 and made[0][0] is drafter

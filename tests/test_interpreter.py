@@ -1,5 +1,6 @@
-"""The corrected interpreter: conversions, fma and dot as a GPU computes them, and when it may be switched on."""
+"""The corrected interpreter: conversions, fma and dot as on a GPU, and when it may be switched on."""
 
+import math
 import os
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def downcast(x, dtype):
 
 
 def hard_fp32(dtype):
-    """fp32 values around each place where a conversion to `dtype` changes its mind, and the extremes of fp32."""
+    """fp32 values around each place where rounding to `dtype` changes its mind, and fp32's extremes."""
     exact = every(dtype).float()
     exact = exact[exact.isfinite()].double().unique()
     middle = ((exact[1:] + exact[:-1]) / 2).float()  # exact: fp32 has bits to spare
@@ -88,7 +89,7 @@ def hard_fp32(dtype):
     limit = torch.finfo(dtype).max
     beyond = torch.tensor([limit * f for f in (1.001, 1.03, 1.0625, 1.2, 2.0, 1e3)])
     generator = torch.Generator().manual_seed(0)
-    patterns = torch.randint(-(2**31), 2**31, (2**14,), generator=generator).int().view(F32)  # subnormals, NaN too
+    patterns = torch.randint(-(2**31), 2**31, (2**14,), generator=generator).int().view(F32)  # NaN too
     special = torch.tensor([0.0, float("inf"), float("nan"), 2.0**-149, 2.0**-126, torch.finfo(F32).max])
     values = torch.cat([exact.float(), near, beyond, special, patterns])
     return torch.cat([values, -values])
@@ -120,8 +121,7 @@ def test_a_small_value_comes_back_from_fp32_unchanged(dtype):
     """Up and down again: the same bits; only e5m2's infinities saturate."""
     x = every(dtype)
     back = converted(converted(x, F32), dtype)
-    want = torch.where(x.float().isinf(), downcast(x, dtype).float(), x.float()).to(dtype) if dtype == E5M2 else x
-    assert_same_codes(back, want)
+    assert_same_codes(back, downcast(x, dtype) if dtype == E5M2 else x)
 
 
 def test_fp8_saturates_and_keeps_nan():
@@ -147,9 +147,11 @@ def test_fma_rounds_once():
     exact = [Fraction(float(a)) - Fraction(float(b)) * Fraction(float(c)) for a, b, c in zip(x, q, s)]
     assert [Fraction(float(g)) for g in got] == exact  # a remainder fits in fp32
     assert (got != 0).float().mean() > 0.9
-    assert fma(torch.tensor([1e30]), torch.tensor([1e30]), torch.tensor([-float("inf")])).item() == -float("inf")
-    assert fma(torch.tensor([2.0**100]), torch.tensor([2.0**27]), torch.tensor([-(2.0**127)])).item() == 0.0
-    assert fma(torch.tensor([float("inf")]), torch.tensor([0.0]), torch.tensor([1.0])).isnan().all()
+    inf = float("inf")
+    cases = [[1e30, 1e30, -inf], [2.0**100, 2.0**28, -(2.0**127)], [inf, 0.0, 1.0], [0.0, 1.0, 2.0]]
+    x, y, z = torch.tensor(cases).T
+    got = fma(x.contiguous(), y.contiguous(), z.contiguous()).tolist()
+    assert got[:2] == [-inf, 2.0**127] and math.isnan(got[2])  # no product overflows on its way
 
 
 def test_fma_rounds_once_beside_a_tie_that_fp64_cannot_see():

@@ -12,8 +12,8 @@ import torch
 from dflash_paged.kernels import ceil_div, power_of_two, runs_kernel
 
 MODULES = ("block_table", "store", "bench")
-# The distance of rows, layers and heads in a projection. Multiples of 16 tell the compiler that loads may be wide.
-PER_LAYER = {"k_pages", "v_pages", "k_scales", "v_scales", "odd_num_pages"}  # tuples, fixed while an engine lives
+# Strides of a projection: that they are multiples of 16 tells the compiler that loads may be wide.
+PER_LAYER = {"k_pages", "v_pages", "k_scales", "v_scales", "odd_num_pages"}  # tuples
 FLOATS = {"eps"}  # floats are never specialised
 
 
@@ -35,7 +35,8 @@ def kernels():
 
 def parameters(node):
     """Names of run-time parameters and of compile-time ones."""
-    constants = [a.arg for a in node.args.args if a.annotation and ast.unparse(a.annotation) == "tl.constexpr"]
+    is_constant = lambda a: a.annotation is not None and ast.unparse(a.annotation) == "tl.constexpr"
+    constants = [a.arg for a in node.args.args if is_constant(a)]
     return [a.arg for a in node.args.args if a.arg not in constants], constants
 
 
@@ -81,7 +82,7 @@ for module in (block_table, store, bench):
                 assert str(error).startswith(f"{name}: expected Triton to be installed"), error
             else:
                 raise AssertionError(f"{name} ran")
-assert sorted(names) == ["_draft_inputs_kernel", "_empty_kernel", "_store_kernel", "_verify_inputs_kernel"], names
+assert {*names} == {"_draft_inputs_kernel", "_empty_kernel", "_store_kernel", "_verify_inputs_kernel"}
 
 @jit(do_not_specialize=["n"])
 def twice_kernel(x_ptr, n):

@@ -51,7 +51,7 @@ def test_scales_come_back_bit_by_bit_with_the_drafter(saved):
         assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(got, scales()))
     narrow = load_drafter(directory, dtype=torch.bfloat16)
     assert narrow.fc.weight.dtype == torch.bfloat16
-    assert all(torch.equal(a, b) for a, b in zip(narrow.kv_scales, scales()))  # fp32, whatever the weights are
+    assert all(torch.equal(a, b) for a, b in zip(narrow.kv_scales, scales()))  # fp32 still
     assert not list(directory.glob("*.part"))
 
 
@@ -104,7 +104,7 @@ def test_a_damaged_file_is_refused_by_name(saved, content):
             read()
 
 
-@pytest.mark.parametrize("names", [[], ["k_scale"], ["v_scale"], ["k_scale", "v_scales"], [*NAMES, "q_scale"]])
+@pytest.mark.parametrize("names", [[], ["k_scale"], ["v_scale"], ["k_scale", "v"], [*NAMES, "q_scale"]])
 def test_other_names_in_the_file_are_refused(saved, names):
     model, directory = saved
     save_file({n: torch.ones(2, 2) for n in names}, directory / KV_SCALES_FILE)
@@ -145,7 +145,7 @@ def test_the_ends_of_the_range_are_legal():
         check_kv_scale("k_scale", torch.full((2, 2), value), config)
 
 
-@pytest.mark.skipif(not (SHIPPED / KV_SCALES_FILE).is_file(), reason="the shipped drafter has no calibrated scales")
+@pytest.mark.skipif(not (SHIPPED / KV_SCALES_FILE).is_file(), reason="the shipped drafter has no scales")
 def test_the_shipped_drafter_has_scales():
     for scale in load_drafter(SHIPPED).kv_scales:
         assert scale.shape == (4, 3) and scale.dtype == torch.float32
@@ -228,7 +228,9 @@ def test_fp8_draft_pages_are_fp8_and_carry_the_drafters_scales(make, calibrated)
         assert view.dtype == torch.float32 and view.k_scale is None
 
 
-@pytest.mark.parametrize("dtype,size", [("inherit", 4), ("float32", 4), ("bfloat16", 2), ("float16", 2), ("float8_e4m3fn", 1)])
+@pytest.mark.parametrize(
+    "dtype,size", [("inherit", 4), ("float32", 4), ("bfloat16", 2), ("float16", 2), ("float8_e4m3fn", 1)]
+)
 def test_draft_bytes_a_token_follow_the_dtype(make, dtype, size):
     """2 layers, K and V, 2 heads of 16; the target's 4 layers of 2 heads of 8 stay fp32."""
     engine, manager = make(dtype), make(dtype).manager
@@ -237,12 +239,14 @@ def test_draft_bytes_a_token_follow_the_dtype(make, dtype, size):
     assert manager.get_cache_size_per_token("target") == target
     assert manager.pools.num_bytes == manager.num_blocks * 8 * (draft + target)
     budget = 100 * 8 * (target + 2 * 2 * 2 * 16 * 4)
-    assert make(dtype, num_blocks=None, kv_cache_bytes=budget).manager.num_blocks == budget // (8 * (draft + target))
+    blocks = make(dtype, kv_cache_bytes=budget).manager.num_blocks
+    assert blocks == budget // (8 * (draft + target)) >= 100
 
 
 @pytest.mark.parametrize("k", [0, None], ids=["K-0", "no-drafter"])
 def test_plain_decoding_pays_for_no_draft_page_of_any_dtype(target, calibrated, tiny_target, prompts, k):
-    engine = Engine(target, calibrated if k == 0 else None, num_draft_tokens=k, draft_kv_dtype="float8_e4m3fn", **OPTIONS)
+    drafter = calibrated if k == 0 else None
+    engine = Engine(target, drafter, num_draft_tokens=k, draft_kv_dtype="float8_e4m3fn", **OPTIONS)
     assert engine.context is None and len(engine.manager.layers) == 4
     judge = Judge(tiny_target, prompts[:1], 6)
     assert judge(0, engine.generate(prompts[:1], 6)[0].token_ids) == (True, [])
@@ -277,7 +281,8 @@ def test_fp8_rows_read_back_what_was_meant(make, prompts):
         for name, x, y in zip(NAMES, got, want):
             scale = getattr(engines[0].context.pages[i], name)[:, None]
             y = y.clamp(-448 * scale, 448 * scale)  # past the largest value seen it saturates
-            # 4 significant bits: half a step is 1/16 of the value at most, 2^-10 among subnormals; and fp32's own error.
+            # 4 significant bits: half a step is 1/16 of the value at most, 2^-10 of a scale among subnormals;
+            # 1e-5 for fp32's own error.
             assert ((x - y).abs() <= torch.maximum(y.abs() / 16, scale * 2**-10) + 1e-5).all()
             assert not torch.equal(x, y)
 
