@@ -551,8 +551,8 @@ def main() -> None:
 # %% ../notebooks/00_tour.ipynb #759db0aa
 @app.command()
 def calibrate(
-    drafter: Annotated[Path, typer.Option(help="Drafter: a local directory, which gets kv_scales.safetensors.")],
-    prompts: Annotated[Path | None, typer.Option(help="Prompts (default: 64 from Python's standard library).")] = None,
+    drafter: Annotated[Path, typer.Option(help="Drafter: a local directory, which gets (or gets anew) kv_scales.safetensors.")],
+    prompts: Annotated[Path | None, typer.Option(help="JSON list, or text with one a line (default: 64 from Python's library).")] = None,
     model: Annotated[str | None, typer.Option(help="Target: a local directory or a hub id.")] = None,
     tokens: Annotated[int, typer.Option(help="New tokens a prompt.")] = 96,
     batch_size: Annotated[int, typer.Option(help="Requests at once.")] = 8,

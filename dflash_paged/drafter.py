@@ -474,11 +474,14 @@ def check_kv_scale(name: str, scale: torch.Tensor, config: DraftConfig) -> None:
     if not bool(((scale >= low) & (scale <= high)).all()):
         raise ValueError(f"{name}: expected scales of {low:g} to {high:g}, got {scale.tolist()}")
 
-
+# %% ../notebooks/07_drafter.ipynb #9336dcb9
 def check_kv_scales(scales: object, config: DraftConfig) -> None:
     """`ValueError` unless `scales` are (k_scale, v_scale), each as `check_kv_scale` wants it."""
     if scales is None:
-        raise ValueError("drafter: expected calibrated scales (kv_scales), got None")
+        raise ValueError(
+            "drafter: expected calibrated scales (kv_scales), got None; make them with "
+            "dflash-paged calibrate --drafter DIR"
+        )
     if not isinstance(scales, (tuple, list)) or len(scales) != 2:
         raise ValueError(f"kv_scales: expected a pair of tensors, got {type(scales).__name__}")
     for name, scale in zip(("k_scale", "v_scale"), scales):
@@ -492,6 +495,7 @@ def save_kv_scales(model: DraftModel, directory: str | Path) -> Path:
     check_kv_scales(model.kv_scales, model.config)
     path = Path(directory) / KV_SCALES_FILE
     save_file({n: s.cpu().contiguous() for n, s in zip(("k_scale", "v_scale"), model.kv_scales)}, f"{path}.part")
+    os.chmod(f"{path}.part", 0o644)  # safetensors makes it private
     os.replace(f"{path}.part", path)
     return path
 
