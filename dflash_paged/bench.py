@@ -5,11 +5,9 @@
 # %% auto #0
 __all__ = ['FLUSH_BYTES', 'ISSUE_DRAFTER', 'capture', 'cold_us', 'chained_us', 'copy_bandwidth_gbps', 'draft_inputs_case',
            'verify_inputs_case', 'measure_inputs', 'store_case', 'store_bytes', 'flashinfer_store', 'measure_store',
-           'write_rows', 'run_benchmarks']
+           'run_benchmarks']
 
 # %% ../notebooks/10_benchmarks.ipynb #13c6ac4f
-import csv
-import datetime
 import importlib.util
 import math
 import statistics
@@ -27,7 +25,7 @@ from dflash_paged.block_table import (
     build_draft_inputs,
     build_verify_inputs,
 )
-from .evaluate import environment
+from .evaluate import environment, write_rows
 from .kernels import jit, tl
 from .store import PageView, make_cos_sin, store_draft_context
 
@@ -256,16 +254,6 @@ def measure_store(bandwidth_gbps: float) -> list[dict]:
     return rows_out
 
 # %% ../notebooks/10_benchmarks.ipynb #9cb66a1b
-def write_rows(path: Path, rows: Sequence[dict], **common: object) -> None:
-    """Write measured rows as CSV, each with the machine that made it."""
-    machine = environment() | {"date": datetime.date.today().isoformat()} | common
-    rounded = lambda row: {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *machine], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rounded(row) | machine for row in rows)
-
-
 def run_benchmarks(folder: str | Path, names: Sequence[str] = ("inputs", "store")) -> None:
     """Measure on this machine's CUDA device and write `bench_<name>.csv` into `folder`.
 
@@ -279,4 +267,5 @@ def run_benchmarks(folder: str | Path, names: Sequence[str] = ("inputs", "store"
     bandwidth = copy_bandwidth_gbps()
     for name in names:
         rows = measure_inputs() if name == "inputs" else measure_store(bandwidth)
-        write_rows(Path(folder) / f"bench_{name}.csv", rows, copy_gbps=round(bandwidth, 1))
+        rows = [{k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+        write_rows(Path(folder) / f"bench_{name}.csv", rows, **environment(), copy_gbps=round(bandwidth, 1))

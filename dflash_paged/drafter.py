@@ -25,9 +25,9 @@ from .block_table import DraftInputs
 from .checks import check_tensor
 from .memory import LayerSpec
 from dflash_paged.store import (
-    SCALE_RANGE,
     PageView,
     apply_rope_ref,
+    check_scale_values,
     make_cos_sin,
     rms_norm_ref,
     store_draft_context,
@@ -468,11 +468,9 @@ def read_kv_scales(
 
 
 def check_kv_scale(name: str, scale: torch.Tensor, config: DraftConfig) -> None:
-    """`ValueError` unless `scale` is fp32 [L, n_kv] within `SCALE_RANGE`."""
+    """`ValueError` unless `scale` is fp32 [L, n_kv] within `store.SCALE_RANGE`."""
     check_tensor(name, scale, (config.num_hidden_layers, config.num_key_value_heads), torch.float32)
-    low, high = SCALE_RANGE
-    if not bool(((scale >= low) & (scale <= high)).all()):
-        raise ValueError(f"{name}: expected scales of {low:g} to {high:g}, got {scale.tolist()}")
+    check_scale_values(name, scale)
 
 # %% ../notebooks/07_drafter.ipynb #9336dcb9
 def check_kv_scales(scales: object, config: DraftConfig) -> None:

@@ -328,12 +328,12 @@ def environment() -> dict:
 
 def write_rows(
     path: str | Path,  # CSV, replaced as a whole
-    rows: Sequence[PromptRow],
+    rows: Sequence[PromptRow | dict],
     **columns,  # the same in every row, such as form, K and `environment()`
 ) -> Path:
-    """Write one CSV line a prompt."""
+    """Write one CSV line a row, such as a prompt."""
     path = Path(path)
-    records = [{**asdict(row), **columns} for row in rows]
+    records = [{**(row if isinstance(row, dict) else asdict(row)), **columns} for row in rows]
     with open(path.with_suffix(".part"), "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, records[0], lineterminator="\n")
         writer.writeheader()

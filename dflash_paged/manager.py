@@ -18,7 +18,7 @@ import torch
 
 from .checks import PADDING_PAGE_ID, check_choice, check_int, check_tokens_per_block
 from .memory import DTYPE_BYTES, LayerSpec
-from .store import SCALE_RANGE, PageView
+from .store import PageView, check_scale_values
 
 # %% ../notebooks/05_manager.ipynb #9efd8ab6
 class OutOfBlocks(RuntimeError):
@@ -301,7 +301,7 @@ class LayerViews(PagePools):
     def set_scales(
         self, layer_idx: int, k_scale: torch.Tensor | float, v_scale: torch.Tensor | float
     ) -> None:
-        """Set an fp8 layer's scales, each `[n_kv]` or one number for all heads, within `SCALE_RANGE`."""
+        """Set an fp8 layer's scales, each `[n_kv]` or one number for all heads, within `store.SCALE_RANGE`."""
         device, spec = self.buffer(layer_idx).device, self.layers[layer_idx]
         if spec.dtype != "float8_e4m3fn":
             raise ValueError(f"layer_idx: scales are for fp8 pages, layer {layer_idx} has {spec.dtype}")
@@ -311,9 +311,7 @@ class LayerViews(PagePools):
             scale = scale.expand(spec.num_kv_heads) if scale.dim() == 0 else scale
             if tuple(scale.shape) != (spec.num_kv_heads,):
                 raise ValueError(f"{name}: expected shape [{spec.num_kv_heads}], got {list(scale.shape)}")
-            low, high = SCALE_RANGE
-            if not bool(((scale >= low) & (scale <= high)).all()):
-                raise ValueError(f"{name}: expected numbers of {low:g} to {high:g}, got {scale.tolist()}")
+            check_scale_values(name, scale)
             pair.append(scale.clone().to(device))
         if layer_idx in self.scales:  # in place: views that were handed out read the same scales as new ones
             for old, new in zip(self.scales[layer_idx], pair):

@@ -148,10 +148,15 @@ def test_bytes_of_a_store_are_counted_by_hand():
     assert bench.store_bytes(issue) == 16 * 5 * 2 * 4 * 128 * 3
 
 
-def test_rows_are_written_with_the_machine_that_made_them(tmp_path):
-    path = tmp_path / "bench.csv"
+def test_rows_are_written_with_the_machine_that_made_them(tmp_path, monkeypatch):
     rows = [{"kernel": "a", "cold_us": 1.23456, "rows": 7}, {"kernel": "b", "cold_us": 2.0, "rows": 8}]
-    bench.write_rows(path, rows, copy_gbps=4000.5)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "copy_bandwidth_gbps", lambda: 4000.46)
+    monkeypatch.setattr(bench, "measure_inputs", lambda: rows)
+    monkeypatch.setattr(bench, "environment", lambda: {"torch": torch.__version__, "device": "a", "date": "b"})
+    bench.run_benchmarks(tmp_path, ["inputs"])
+    (path,) = tmp_path.iterdir()
+    assert path.name == "bench_inputs.csv"
     with open(path, newline="", encoding="utf-8") as file:
         read = list(csv.DictReader(file))
     assert [(r["kernel"], r["cold_us"], r["rows"]) for r in read] == [("a", "1.235", "7"), ("b", "2.0", "8")]
