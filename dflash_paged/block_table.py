@@ -417,10 +417,10 @@ def _verify_inputs_kernel(
     out_row = r * (K + 1) + column
     inside = (r < out_reqs) & (column <= K)
     tl.store(slots_ptr + group * out_rows + out_row, slots, mask=inside)
-    inside = inside & (group == 0)
-    tl.store(out_ctx_lens_ptr + r, ctx_len, mask=inside & (column == 0))
-    tl.store(token_ids_ptr + out_row, tl.where(active, tl.where(column == 0, bonus, draft), 0), mask=inside)
-    tl.store(positions_ptr + out_row, positions, mask=inside)
+    if group == 0:
+        tl.store(out_ctx_lens_ptr + r, ctx_len, mask=inside & (column == 0))
+        tl.store(token_ids_ptr + out_row, tl.where(active, tl.where(column == 0, bonus, draft), 0), mask=inside)
+        tl.store(positions_ptr + out_row, positions, mask=inside)
 
 # %% ../notebooks/02_block_table.ipynb #c59fed08
 def _launch_verify_inputs(

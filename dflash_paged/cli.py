@@ -490,6 +490,7 @@ def evaluate(
     device: Annotated[str, typer.Option(help="Where both models run: cpu, cuda, cuda:1.")] = "cpu",
     check: Annotated[bool, typer.Option(help="Compare every output with generate's.")] = True,
     draft_kv_dtype: Annotated[str, typer.Option(help="Draft pages: inherit, bfloat16, float8_e4m3fn...")] = "inherit",
+    draft_attention_mode: Annotated[str, typer.Option(help="exact, or fast: fp8 products (with fp8 draft pages).")] = "exact",
     csv: Annotated[Path | None, typer.Option(help="Where the rows go.")] = None,
 ) -> None:
     """Measure acceptance and losslessness over prompts; one CSV row a prompt."""
@@ -509,7 +510,8 @@ def evaluate(
         if len(short) < len(encoded):
             typer.echo(f"left out: {len(encoded) - len(short)} prompts of more than 600 tokens", err=True)
         encoded, batch_size = short[:limit], min(batch_size, len(short[:limit]))
-        rows = _evaluate_with_progress(network, draft, encoded, tokens, k, batch_size, check, draft_kv_dtype)
+        rows = _evaluate_with_progress(network, draft, encoded, tokens, k, batch_size, check, draft_kv_dtype,
+                                       draft_attention_mode)
     except (ValueError, OSError) as error:
         typer.echo(f"dflash-paged: {error}", err=True)
         raise typer.Exit(2) from None
@@ -517,15 +519,17 @@ def evaluate(
     if csv is not None:
         write_rows(csv, rows, form=human_eval or "file", num_draft_tokens=k or draft.config.draft_block_size - 1,
                    batch_size=batch_size, max_new_tokens=tokens, dtype="float32",
-                   draft_kv_dtype=draft_kv_dtype, **environment())
+                   draft_kv_dtype=draft_kv_dtype, draft_attention_mode=draft_attention_mode, **environment())
     raise typer.Exit(1 if any(r.lossless is False for r in rows) else 0)
 
 # %% ../notebooks/00_tour.ipynb #5d14d3ff
-def _evaluate_with_progress(network, draft, encoded, tokens, k, batch_size, check, draft_kv_dtype) -> list[PromptRow]:
+def _evaluate_with_progress(
+    network, draft, encoded, tokens, k, batch_size, check, draft_kv_dtype, draft_attention_mode
+) -> list[PromptRow]:
     from rich.console import Console
     from rich.progress import track
 
-    options = dict(num_draft_tokens=k, draft_kv_dtype=draft_kv_dtype)
+    options = dict(num_draft_tokens=k, draft_kv_dtype=draft_kv_dtype, draft_attention_mode=draft_attention_mode)
     engine = make_engine(network, draft, encoded, tokens, batch_size, **options)
     judge = Judge(network, encoded, tokens) if check else None
     progress = iter(track(encoded, description="prompts", console=Console(stderr=True)))

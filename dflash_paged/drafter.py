@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .attention import draft_attention
+from .attention import AttentionWorkspaces, draft_attention
 from .block_table import DraftInputs
 from .checks import check_tensor
 from .memory import LayerSpec
@@ -604,10 +604,15 @@ class PagedContext:
 
     name = "paged"
 
-    def __init__(self, model: DraftModel, pages: Sequence[PageView], layer_to_group: Sequence[int]):
+    def __init__(
+        self, model: DraftModel, pages: Sequence[PageView], layer_to_group: Sequence[int], *,
+        mode: str = "exact",  # of `draft_attention`
+        workspaces: AttentionWorkspaces | None = None,  # of the stream that this runs on
+    ):
         if len(pages) != model.config.num_hidden_layers:
             raise ValueError(f"pages: expected {model.config.num_hidden_layers} draft layers, got {len(pages)}")
         self.model, self.pages, self.layer_to_group = model, list(pages), list(layer_to_group)
+        self.mode, self.workspaces = mode, workspaces
         self.step: DraftStep | None = None
 
     def begin(self, sequence_id: int, ctx_start: int) -> None:
@@ -632,11 +637,12 @@ class PagedContext:
 
     def attend(self, layer: int, q: torch.Tensor, k_noise: torch.Tensor, v_noise: torch.Tensor) -> torch.Tensor:
         """Attention of draft layer `layer` over the last stored step's pages and the block's own rows."""
-        config, step = self.model.config, self.step
+        config, step, view = self.model.config, self.step, self.pages[layer]
         return draft_attention(
-            q, self.pages[layer], step.block_tables[self.layer_to_group[layer]], step.ctx_starts,
+            q, view, step.block_tables[self.layer_to_group[layer]], step.ctx_starts,
             step.inputs.ctx_lens, k_noise, v_noise,
-            causal=config.layer_causal(layer), sliding_window=config.layer_window(layer),
+            causal=config.layer_causal(layer), sliding_window=config.layer_window(layer), mode=self.mode,
+            workspace=self.workspaces and self.workspaces.get(q, view.num_kv_heads),
         )
 
 # %% ../notebooks/07_drafter.ipynb #92e3dd94

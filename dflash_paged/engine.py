@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['CONTEXTS', 'KV_DTYPES', 'DRAFT_KV_DTYPES', 'RefusedRequest', 'RequestStats', 'RequestResult', 'RunningRequest',
            'emit_tokens', 'count_accepted', 'pick_num_draft_tokens', 'make_context', 'check_models',
-           'pick_draft_kv_dtype', 'set_draft_scales', 'EngineState', 'blocks_at_end', 'has_room', 'admit', 'StepPlan',
-           'plan_step', 'decode_rows', 'prefill_rows', 'build_target_batch', 'accept', 'draft_next', 'settle', 'save',
-           'restore', 'deliver', 'result_of', 'finish', 'record_draft_bytes', 'token_list', 'check_prompt',
-           'check_ever_fits', 'abort_request', 'RequestQueue', 'StepRunner', 'Engine']
+           'pick_draft_kv_dtype', 'pick_v_layout', 'set_draft_scales', 'EngineState', 'blocks_at_end', 'has_room',
+           'admit', 'StepPlan', 'plan_step', 'decode_rows', 'prefill_rows', 'build_target_batch', 'accept',
+           'draft_next', 'settle', 'save', 'restore', 'deliver', 'result_of', 'finish', 'record_draft_bytes',
+           'token_list', 'check_prompt', 'check_ever_fits', 'abort_request', 'RequestQueue', 'StepRunner', 'Engine']
 
 # %% ../notebooks/08_engine.ipynb #9589a65d
 import operator
@@ -22,6 +22,7 @@ import torch
 from .block_table import build_draft_inputs, build_verify_inputs, slots_of_positions
 from .checks import NO_TOKEN, check_choice, check_int, check_tokens_per_block
 from .dense import DenseContext
+from .attention import MODES, AttentionWorkspaces
 from .drafter import DraftModel, DraftStep, PagedContext, check_drafter_fits, check_kv_scales, draft_tokens
 from .manager import KVCacheManager
 from .target import PagedTarget, TargetBatch
@@ -142,6 +143,8 @@ def make_context(
     context: str,  # "paged" or "dense"
     max_batch_size: int,
     max_seq_len: int,
+    mode: str = "exact",  # of the draft's attention
+    workspaces: AttentionWorkspaces | None = None,
 ) -> PagedContext | DenseContext:
     """Build where the draft context lives: views of the manager's pages, or a worst-case buffer."""
     # Query rows of a last step reach past max_seq_len; they need a rotation too.
@@ -151,7 +154,8 @@ def make_context(
         return DenseContext(drafter, max_batch_size, max_ctx, target.dtype, target.device)
     ids = range(target.num_layers, target.num_layers + drafter.config.num_hidden_layers)
     pages = [manager.page_view(i) for i in ids]
-    return PagedContext(drafter, pages, [manager.layer_to_group[i] for i in ids])
+    groups = [manager.layer_to_group[i] for i in ids]
+    return PagedContext(drafter, pages, groups, mode=mode, workspaces=workspaces)
 
 # %% ../notebooks/08_engine.ipynb #e249600f
 def check_models(target: object, drafter: object) -> None:
@@ -174,6 +178,21 @@ def pick_draft_kv_dtype(draft_kv_dtype: str, kv_dtype: str, drafter: DraftModel 
     return draft_kv_dtype
 
 
+def pick_v_layout(draft_attention_mode: str, draft_kv_dtype: str, drafter: DraftModel | None, context: str) -> str:
+    """How the draft's pages hold V; `ValueError` where fast attention is asked for and can't be had."""
+    check_choice("draft_attention_mode", draft_attention_mode, MODES)
+    if draft_attention_mode == "exact":
+        return "row"
+    if context == "dense" or draft_kv_dtype != "float8_e4m3fn":
+        raise ValueError(
+            "draft_attention_mode: expected 'exact' unless context is 'paged' and draft_kv_dtype 'float8_e4m3fn', "
+            f"got 'fast' with {context!r} and {draft_kv_dtype!r}"
+        )
+    if drafter and any(drafter.config.layer_causal(i) for i in range(drafter.config.num_hidden_layers)):
+        raise ValueError("draft_attention_mode: expected 'exact' for a drafter with causal layers, got 'fast'")
+    return "transposed"
+
+
 def set_draft_scales(manager: KVCacheManager, drafter: DraftModel, first_layer: int) -> None:
     """Hand the drafter's scales to the pages of its layers, where writers and readers find them."""
     for i, (k_scale, v_scale) in enumerate(zip(*drafter.kv_scales)):
@@ -186,7 +205,7 @@ class EngineState:
     def __init__(
         self, target, drafter=None, *, num_draft_tokens=None, context="paged", max_batch_size=4,
         max_seq_len=None, max_step_tokens=1024, tokens_per_block=32, num_blocks=None, kv_cache_bytes=None,
-        kv_dtype=None, draft_kv_dtype="inherit", enable_prefix_reuse=True,
+        kv_dtype=None, draft_kv_dtype="inherit", draft_attention_mode="exact", enable_prefix_reuse=True,
     ):
         check_choice("context", context, CONTEXTS)
         check_tokens_per_block(tokens_per_block)
@@ -202,7 +221,10 @@ class EngineState:
         self.max_step_tokens, self.tokens_per_block = max_step_tokens, tokens_per_block
         kv_dtype = check_choice("kv_dtype", kv_dtype or str(target.dtype).removeprefix("torch."), KV_DTYPES)
         draft_dtype = pick_draft_kv_dtype(draft_kv_dtype, kv_dtype, self.drafter, context)
+        v_layout = pick_v_layout(draft_attention_mode, draft_dtype, self.drafter, context)
         draft_specs = self.drafter.config.layer_specs(draft_dtype) if self.drafter and context == "paged" else ()
+        draft_specs = tuple(replace(spec, v_layout=v_layout) for spec in draft_specs)
+        self.workspaces = AttentionWorkspaces(max_batch_size)
         if num_blocks is None and kv_cache_bytes is None:
             num_blocks = max_batch_size * -(-max_seq_len // tokens_per_block)
         self.manager = KVCacheManager(
@@ -215,7 +237,8 @@ class EngineState:
         if draft_dtype == "float8_e4m3fn" and draft_specs:
             set_draft_scales(self.manager, self.drafter, target.num_layers)
         self.context = self.drafter and make_context(
-            target, self.drafter, self.manager, context, max_batch_size, max_seq_len
+            target, self.drafter, self.manager, context, max_batch_size, max_seq_len, draft_attention_mode,
+            self.workspaces,
         )
         self.draft_row_bytes = sum(s.bytes_per_token for s in draft_specs)
         self.target_pages = [self.manager.page_view(i) for i in range(target.num_layers)]
@@ -343,7 +366,7 @@ def build_target_batch(state: EngineState, plan: StepPlan) -> TargetBatch:
         num_decode=len(plan.decode), num_query_rows=state.num_query_rows,
         decode_tables=decode["tables"], decode_lens=decode["lens"],
         prefill_tables=prefill["tables"], prefill_lens=prefill["lens"], prefill_row_starts=prefill["starts"],
-        pages=state.target_pages, layer_to_group=state.manager.layer_to_group,
+        pages=state.target_pages, layer_to_group=state.manager.layer_to_group, workspaces=state.workspaces,
     )
 
 # %% ../notebooks/08_engine.ipynb #c1c3e856
@@ -621,7 +644,8 @@ class Engine(StepRunner):
     it. Give the pool's size as `num_blocks` or `kv_cache_bytes`; by default every slot can grow to
     `max_seq_len` tokens (default: 1024, or the model's limit where that is less). `max_step_tokens` bounds the rows of one target pass, so longer prompts are
     prefilled in chunks. `kv_dtype` is the pages' dtype by name (default: the model's), `draft_kv_dtype`
-    "inherit" or the draft's own, fp8 with the drafter's calibrated scales. Raises `ValueError`
+    "inherit" or the draft's own, fp8 with the drafter's calibrated scales; `draft_attention_mode` "fast" reads
+    fp8 pages with fp8 products. Raises `ValueError`
     naming the argument that doesn't fit.
     """
 

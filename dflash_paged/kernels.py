@@ -16,7 +16,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # no wheels for macOS and Windows
-    triton, tl = None, SimpleNamespace(constexpr=object)
+    triton, tl = None, SimpleNamespace(constexpr=lambda value: value)
 
 
 class _MissingKernel:

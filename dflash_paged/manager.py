@@ -276,9 +276,9 @@ class PagePools:
         self.place: dict[int, tuple[int, int]] = {}  # layer -> its tensor and its index in there
         members: dict[tuple, list[int]] = {}
         for layer_idx, spec in enumerate(self.layers):
-            geometry = (spec.kv_factor, spec.num_kv_heads, spec.head_dim, spec.dtype)
+            geometry = (spec.kv_factor, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.v_layout)
             members.setdefault(geometry, []).append(layer_idx)
-        for (kv_factor, heads, dim, dtype), ids in members.items():
+        for (kv_factor, heads, dim, dtype, _), ids in members.items():
             rows = (tokens_per_block, heads) if kv_layout == "NHD" else (heads, tokens_per_block)
             shape = (num_blocks, len(ids), kv_factor, *rows, dim)
             self.place.update({layer_idx: (len(self.tensors), i) for i, layer_idx in enumerate(ids)})
@@ -330,8 +330,11 @@ class LayerViews(PagePools):
                 f"set_scales({layer_idx}, k_scale, v_scale), with 1.0 if that is what you want"
             )
         k_scale, v_scale = self.scales.get(layer_idx, (None, None))
+        v = buffer[:, 1]
+        if spec.v_layout != "row":
+            v = v.flatten(1).unflatten(1, (spec.num_kv_heads, spec.head_dim, self.tokens_per_block))
         return PageView(
-            k=buffer[:, 0], v=buffer[:, 1], layout=self.kv_layout, v_layout="row", k_scale=k_scale,
+            k=buffer[:, 0], v=v, layout=self.kv_layout, v_layout=spec.v_layout, k_scale=k_scale,
             v_scale=v_scale, tokens_per_block=self.tokens_per_block, layer_idx=layer_idx,
         )
 
@@ -509,9 +512,15 @@ class _Views(_Budget):
     """The layers' pages as tensors."""
 
     def get_buffers(self, layer_idx: int, kv_layout: str = "NHD") -> torch.Tensor:
-        """A layer's pages `[num_blocks, kv_factor, tokens_per_block, n_kv, D]`, or HND; always a view."""
+        """A layer's pages `[num_blocks, kv_factor, tokens_per_block, n_kv, D]`, or HND; always a view.
+
+        Raises: `ValueError` for a layer whose V is transposed in its page, which only `page_view` describes.
+        """
         check_choice("kv_layout", kv_layout, ("NHD", "HND"))
         buffer = self.pools.buffer(layer_idx)
+        v_layout = self.layers[layer_idx].v_layout
+        if v_layout != "row":
+            raise ValueError(f"layer_idx: expected a layer with V by row, got {layer_idx}, {v_layout}; use page_view")
         return buffer if kv_layout == self.pools.kv_layout else buffer.transpose(2, 3)
 
     def page_view(self, layer_idx: int) -> PageView:

@@ -36,6 +36,7 @@ class LayerSpec:
     dtype: str = "bfloat16"  # a key of DTYPE_BYTES
     sliding_window: int | None = None  # tokens that the layer can attend to, None for all
     kv_factor: int = 2  # 2: K and V; 1: one MLA latent
+    v_layout: str = "row"  # or "transposed", "transposed16": how V lies in its page; the bytes are the same
 
     def __post_init__(self):
         _check_ints(self, num_kv_heads=1, head_dim=1)
@@ -43,6 +44,7 @@ class LayerSpec:
         if self.sliding_window is not None:
             _check_ints(self, sliding_window=1)
         check_choice("kv_factor", self.kv_factor, (1, 2))
+        check_choice("v_layout", self.v_layout, ("row", "transposed", "transposed16"))
         if self.kv_factor == 1 and self.num_kv_heads != 1:
             raise ValueError(
                 f"num_kv_heads: expected 1 with kv_factor 1 (one latent), got {self.num_kv_heads}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .attention import draft_attention, prefill_attention
+from .attention import AttentionWorkspaces, draft_attention, prefill_attention
 from .checks import check_tensor
 from .memory import LayerSpec
 from .store import PageView, dequantise_ref, quantise_ref, store_kv
@@ -41,6 +41,7 @@ class TargetBatch:
     prefill_row_starts: torch.Tensor  # [num_prefill + 1] int32, from 0 within the prefill rows
     pages: Sequence[PageView] = ()  # one a target layer
     layer_to_group: Sequence[int] = ()
+    workspaces: AttentionWorkspaces | None = None  # of the stream that this pass runs on
 
     @property
     def num_decode_rows(self) -> int:
@@ -82,10 +83,12 @@ def paged_attention_forward(
     shared = {"sliding_window": sliding_window, "sm_scale": scaling}
     if rows:
         shape = (batch.num_decode, batch.num_query_rows, -1, q.shape[-1])
+        queries = q[:rows].reshape(shape)
         draft_attention(
-            q[:rows].reshape(shape), view, batch.decode_tables[group], torch.zeros_like(batch.decode_lens),
+            queries, view, batch.decode_tables[group], torch.zeros_like(batch.decode_lens),
             batch.decode_lens, k[:rows].reshape(shape), v[:rows].reshape(shape), causal=True,
-            out=out[:rows].view(shape), **shared,
+            out=out[:rows].view(shape), workspace=batch.workspaces and batch.workspaces.get(queries, view.num_kv_heads),
+            **shared,
         )
     if len(q) > rows:
         prefill_attention(

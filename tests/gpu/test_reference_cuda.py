@@ -70,7 +70,7 @@ def test_engine_is_lossless_with_fp8_draft_pages_on_cuda(cuda_models):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_store_and_attention_agree_with_the_cpu(dtype):
-    """The same rows give the same codes on both devices, and attention to fp32 rounding."""
+    """The same rows give the same codes on both devices, and the kernels what the references give."""
     torch.manual_seed(0)
     rows, table, lens = 70, torch.tensor([[4, 1, 3], [0, 2, -1]], dtype=torch.int32), (70, 33)
     k, v = torch.randn(rows, 3, 64), torch.randn(rows, 3, 64)
@@ -91,11 +91,12 @@ def test_store_and_attention_agree_with_the_cpu(dtype):
         bounds = torch.tensor([0, 8, 16], dtype=torch.int32, device=device)
         prefill = prefill_attention(flat[0], view, args[1], bounds, starts, ends, flat[1], flat[2])
         found[device] = [*read_rows_ref(view, slots), draft, prefill]
-        assert explain_backend(view).name == "reference"
+        assert explain_backend(view).name == ("reference" if device == "cpu" else "triton")
     codes, results = found["cuda"][:2], found["cuda"][2:]
     assert all(torch.equal(a.cpu(), b) for a, b in zip(codes, found["cpu"][:2]))
+    limit = 1e-3 if dtype == torch.float8_e4m3fn else 2e-5  # fp32 queries meet fp8 pages as fp16
     for a, b in zip(results, found["cpu"][2:]):
-        torch.testing.assert_close(a.cpu(), b, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(a.cpu(), b, rtol=limit, atol=limit)
 
 
 def test_draft_context_store_agrees_with_the_cpu(cuda_models):
