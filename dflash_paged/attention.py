@@ -619,15 +619,69 @@ def _do_piece(
         splits, max_splits, m, total, acc, v_scale, QUERY_ROWS, GROUP, HEADS, ROWS, DIM, DIM_TILE, HAS_LSE, SHIFT,
     )
 
+# %% ../notebooks/04_attention.ipynb #9f490c30
+@jit()
+def _plain_tile(
+    q, m, total, acc, k_ptr, v_ptr, table_ptr, position, low, high, sm_scale,
+    K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
+):
+    """Take the tokens at `position` in, in units of e."""
+    readable, dim = (position >= low) & (position < high), tl.arange(0, DIM)[None, :]
+    page = tl.load(table_ptr + position // TOKENS, mask=readable, other=0).to(tl.int64)
+    k_rows = page * K_STRIDES[0] + position % TOKENS * K_STRIDES[1]
+    v_rows = page * V_STRIDES[0] + position % TOKENS * V_STRIDES[1]
+    k = tl.load(k_ptr + k_rows[:, None] + dim, mask=readable[:, None], other=0.0).to(q.dtype)
+    v = tl.load(v_ptr + v_rows[:, None] + dim, mask=readable[:, None], other=0.0).to(q.dtype)
+    s = tl.where(readable[None, :], tl.dot(q, tl.trans(k)) * sm_scale, float("-inf"))
+    new_m = tl.maximum(m, tl.max(s, 1))
+    base = tl.where(new_m == float("-inf"), 0.0, new_m)
+    alpha, p = tl.exp(m - base), tl.exp(s - base[:, None])
+    return new_m, total * alpha + tl.sum(p, 1), tl.dot(p.to(q.dtype), v, acc * alpha[:, None])
+
+# %% ../notebooks/04_attention.ipynb #843466c2
+@jit(do_not_specialize=["table_width", "table_stride", "fine_splits", "coarse_tokens", "max_splits"])
+def _plain_attention_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, starts_ptr, lens_ptr, k_noise_ptr, v_noise_ptr, out_ptr, partial_ptr,
+    partial_lse_ptr, q_strides, kn_strides, vn_strides, out_strides, table_width, table_stride, fine_splits,
+    coarse_tokens, max_splits, sm_scale, QUERY_ROWS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, TOKENS: tl.constexpr, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, SUFFIX_TILE: tl.constexpr,
+):
+    # One program owns one split of one request and KV head; those past the request's splits return at once.
+    request, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    low, high = _readable(
+        tl.load(starts_ptr + request), 0, tl.load(lens_ptr + request), table_width * TOKENS, 0, False
+    )
+    splits = _num_splits(high - low, fine_splits, coarse_tokens, max_splits)
+    if split < splits:
+        q = _load_queries(q_ptr, q_strides, request, head, 0, QUERY_ROWS, GROUP, ROWS, DIM, DIM)
+        m, total, acc = _suffix_part(
+            request, split, head, 0, tl.arange(0, ROWS) // GROUP, 1.0, q_ptr, k_noise_ptr, v_noise_ptr, q_strides,
+            kn_strides, vn_strides, 0, sm_scale, QUERY_ROWS, GROUP, DIM, False, False, False, ROWS, DIM, SUFFIX_TILE, 0.0,
+        )
+        m = m * _LN_2
+        tiles_each = ((high + TILE - 1) // TILE - low // TILE + splits - 1) // splits
+        first = low // TILE + split * tiles_each
+        for tile in range(first, tl.minimum(first + tiles_each, (high + TILE - 1) // TILE)):
+            m, total, acc = _plain_tile(
+                q, m, total, acc, k_ptr + head * K_STRIDES[2], v_ptr + head * V_STRIDES[2],
+                table_ptr + request * table_stride, tile * TILE + tl.arange(0, TILE), low, high, sm_scale, K_STRIDES,
+                V_STRIDES, DIM, TOKENS,
+            )
+        _store_piece(
+            out_ptr, out_ptr, partial_ptr, partial_lse_ptr, out_strides, (0, 0), request, head, 0, split, splits,
+            max_splits, m * _LOG2_E, total, acc, 1.0, QUERY_ROWS, GROUP, HEADS, ROWS, DIM, DIM, False, 0.0,
+        )
+
 # %% ../notebooks/04_attention.ipynb #ee79b69b
 @jit()
 def _take_piece(
-    item, ends, q_ptr, q_strides, k_scale_ptr, sm_scale, QUERY_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    item, num_items, ends, q_ptr, q_strides, k_scale_ptr, sm_scale, QUERY_ROWS: tl.constexpr, GROUP: tl.constexpr,
     HEADS: tl.constexpr, ROW_TILES: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     COMPUTE: tl.constexpr, PAGE_TYPE: tl.constexpr, HAS_SCALE: tl.constexpr, REQ_TILE: tl.constexpr,
 ):
     """Request (int64) and split of a piece, its queries and their logits' factor; of the last piece past the end."""
-    item = tl.minimum(item, tl.max(ends, 0) * (HEADS * ROW_TILES) - 1)
+    item = tl.minimum(item, num_items - 1)
     request, split = _piece(ends, item // (HEADS * ROW_TILES), REQ_TILE)
     request, head = request.to(tl.int64), item % HEADS
     factor = sm_scale * _LOG2_E
@@ -642,7 +696,7 @@ def _take_piece(
 # %% ../notebooks/04_attention.ipynb #ddf35df5
 @jit(do_not_specialize=[
     "num_reqs", "num_pages", "table_width", "window", "table_stride", "fine_splits", "coarse_tokens", "max_splits",
-], do_not_specialize_on_alignment=["starts_ptr", "lens_ptr", "table_ptr"])
+], do_not_specialize_on_alignment=["starts_ptr", "lens_ptr", "table_ptr", "lse_ptr", "k_scale_ptr", "v_scale_ptr"])
 def _draft_attention_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, starts_ptr, lens_ptr, k_noise_ptr, v_noise_ptr, out_ptr, lse_ptr,
     k_scale_ptr, v_scale_ptr, partial_ptr, partial_lse_ptr, counter_ptr,
@@ -661,12 +715,12 @@ def _draft_attention_kernel(
         starts_ptr, lens_ptr, num_reqs, table_width * TOKENS, window, fine_splits, coarse_tokens, max_splits,
         HAS_WINDOW, REQ_TILE,
     )
-    item = tl.program_id(0)
+    item, num_items = tl.program_id(0), tl.max(ends, 0) * (HEADS * ROW_TILES)
     request, split, q, logit_scale = _take_piece(
-        item, ends, q_ptr, q_strides, k_scale_ptr, sm_scale, QUERY_ROWS, GROUP, HEADS, ROW_TILES, ROWS, DIM,
+        item, num_items, ends, q_ptr, q_strides, k_scale_ptr, sm_scale, QUERY_ROWS, GROUP, HEADS, ROW_TILES, ROWS, DIM,
         DIM_TILE, COMPUTE, k_ptr.dtype.element_ty, HAS_SCALE, REQ_TILE,
     )
-    while item < tl.max(ends, 0) * (HEADS * ROW_TILES):
+    while item < num_items:
         following = tl.num_programs(0) + tl.atomic_add(counter_ptr, 1, sem="relaxed")
         _do_piece(
             request, split, item % HEADS, item // HEADS % ROW_TILES, q, logit_scale, q_ptr, k_ptr, v_ptr, table_ptr,
@@ -676,16 +730,16 @@ def _draft_attention_kernel(
             GROUP, HEADS, DIM, TOKENS, K_STRIDES, V_STRIDES, V_LAYOUT, DECODE, WIDE, CAUSAL, HAS_WINDOW, HAS_SCALE,
             HAS_LSE, ROWS, TILE, STAGES, DIM_TILE, SUFFIX_TILE, SHIFT,
         )
-        item = following
+        item = tl.maximum(item, following)  # with one head `item` had no use here, which Triton 3.6 doesn't survive
         request, split, q, logit_scale = _take_piece(
-            item, ends, q_ptr, q_strides, k_scale_ptr, sm_scale, QUERY_ROWS, GROUP, HEADS, ROW_TILES, ROWS, DIM,
+            item, num_items, ends, q_ptr, q_strides, k_scale_ptr, sm_scale, QUERY_ROWS, GROUP, HEADS, ROW_TILES, ROWS, DIM,
             DIM_TILE, COMPUTE, k_ptr.dtype.element_ty, HAS_SCALE, REQ_TILE,
         )
 
 # %% ../notebooks/04_attention.ipynb #eca7d918
 @jit(
     do_not_specialize=["table_width", "window", "fine_splits", "coarse_tokens", "max_splits"],
-    do_not_specialize_on_alignment=["starts_ptr", "lens_ptr"],
+    do_not_specialize_on_alignment=["starts_ptr", "lens_ptr", "lse_ptr"],
 )
 def _combine_kernel(
     starts_ptr, lens_ptr, partial_ptr, partial_lse_ptr, counter_ptr, out_ptr, lse_ptr, out_strides, lse_strides,
@@ -788,7 +842,9 @@ def _prefill_rows(
 # %% ../notebooks/04_attention.ipynb #80653375
 @jit(
     do_not_specialize=["num_reqs", "num_rows", "num_pages", "table_width", "window", "table_stride"],
-    do_not_specialize_on_alignment=["bounds_ptr", "starts_ptr", "lens_ptr", "table_ptr"],
+    do_not_specialize_on_alignment=[
+        "bounds_ptr", "starts_ptr", "lens_ptr", "table_ptr", "lse_ptr", "k_scale_ptr", "v_scale_ptr",
+    ],
 )
 def _prefill_attention_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, bounds_ptr, starts_ptr, lens_ptr, k_new_ptr, v_new_ptr, out_ptr, lse_ptr,
@@ -973,7 +1029,7 @@ def _shared_options(view: PageView, compute: str, wide: bool, window, lse, nativ
     token, head = (1, 2) if view.layout == "NHD" else (2, 1)
     k, v = view.k.stride(), view.v.stride()
     return dict(
-        DIM=dim, DIM_TILE=max(power_of_two(dim), 16), TOKENS=view.tokens_per_block,
+        DIM=dim, DIM_TILE=max(power_of_two(dim), 32 if compute == "fast8" else 16), TOKENS=view.tokens_per_block,
         K_STRIDES=(k[0], k[token], k[head]),
         V_STRIDES=(v[0], v[token], v[head]) if view.v_layout == "row" else (v[0], v[2], v[1]),
         V_LAYOUT=V_LAYOUTS.index(view.v_layout), COMPUTE=compute,
@@ -1011,7 +1067,7 @@ def _launch_draft_attention(
     native_fp8 = _has_fp8(q.device) if native_fp8 is None else native_fp8
     k, v, k_scale, v_scale = _page_pointers(page_view, native_fp8)
     lse_strides = (0, 0) if lse is None else lse.stride()[:2]
-    lse_to = ctx_lens if lse is None else lse
+    lse_to = out if lse is None else lse
     tiles = kv_heads * ceil_div(num_rows * group, config.rows)
     shared = _shared_options(page_view, compute, wide, sliding_window, lse, native_fp8)
     sizes = dict(QUERY_ROWS=num_rows, GROUP=group, HEADS=kv_heads, ROWS=config.rows)
@@ -1025,7 +1081,7 @@ def _launch_draft_attention(
             q.stride()[:3], k_noise.stride()[:3], v_noise.stride()[:3], out.stride()[:3], lse_strides,
             num_reqs, page_view.num_pages, width, block_table.stride(0), window, *bounds,
             float(dim**-0.5 if sm_scale is None else sm_scale), CAUSAL=causal, TILE=config.tile,
-            STAGES=config.stages, SUFFIX_TILE=min(max(power_of_two(num_rows), 16), 32),
+            STAGES=config.stages, SUFFIX_TILE=16 if wide else min(max(power_of_two(num_rows), 16), 32),
             REQ_TILE=max(power_of_two(workspace.max_num_reqs), 64), num_warps=config.warps,
             maxnreg=config.registers, **shared, **sizes,
         )
@@ -1036,6 +1092,33 @@ def _launch_draft_attention(
             TOKENS=page_view.tokens_per_block, HAS_WINDOW=sliding_window is not None, HAS_LSE=lse is not None,
             PART=part, SPLIT_TILE=max(1, 32 // part), num_warps=1, **sizes,
         )
+    return out
+
+# %% ../notebooks/04_attention.ipynb #37ebf070
+def _launch_plain_attention(
+    q, page_view, block_table, ctx_starts, ctx_lens, k_noise, v_noise, *, out, workspace, tile: int,
+) -> torch.Tensor:
+    """The plain kernel, and the merge where it may split: unchecked, for bf16 queries and scales of 1, to be timed."""
+    num_reqs, num_rows, heads, dim = q.shape
+    kv_heads, rows = page_view.num_kv_heads, tile_rows(num_rows * heads // page_view.num_kv_heads, dim)
+    shared = _shared_options(page_view, "page", False, None, None, True)
+    sizes = dict(
+        QUERY_ROWS=num_rows, GROUP=heads // kv_heads, HEADS=kv_heads, ROWS=rows, DIM=dim, TOKENS=shared["TOKENS"]
+    )
+    partials, width = (workspace.partial, workspace.partial_lse), block_table.shape[1]
+    with device_of(q):
+        _plain_attention_kernel[(num_reqs, kv_heads, workspace.bounds.max_splits)](
+            q, page_view.k, page_view.v, block_table, ctx_starts, ctx_lens, k_noise, v_noise, out, *partials,
+            q.stride()[:3], k_noise.stride()[:3], v_noise.stride()[:3], out.stride()[:3], width,
+            block_table.stride(0), *workspace.bounds, dim**-0.5, K_STRIDES=shared["K_STRIDES"],
+            V_STRIDES=shared["V_STRIDES"], TILE=tile, SUFFIX_TILE=max(power_of_two(num_rows), 16), **sizes,
+        )
+        if workspace.bounds.max_splits > 1:
+            _combine_kernel[(num_reqs, kv_heads * rows // 4)](
+                ctx_starts, ctx_lens, *partials, workspace.counter, out, out, out.stride()[:3], (0, 0), width, 0,
+                *workspace.bounds, HAS_WINDOW=False, HAS_LSE=False, DIM_TILE=dim, PART=4, SPLIT_TILE=8, num_warps=1,
+                **sizes,
+            )
     return out
 
 # %% ../notebooks/04_attention.ipynb #63e6af67
@@ -1059,11 +1142,11 @@ def _launch_prefill_attention(
     with device_of(q):
         _prefill_attention_kernel[(kv_heads, ceil_div(num_rows, chunk) + num_reqs + 1)](
             q, k, v, block_table, row_start_loc, ctx_starts, ctx_lens, k_new, v_new, out,
-            ctx_lens if lse is None else lse, k_scale, v_scale, q.stride()[:2], k_new.stride()[:2],
+            out if lse is None else lse, k_scale, v_scale, q.stride()[:2], k_new.stride()[:2],
             v_new.stride()[:2], out.stride()[:2], (0,) if lse is None else lse.stride()[:1],
             num_reqs, num_rows, page_view.num_pages, block_table.shape[1], block_table.stride(0), sliding_window or 0,
             float(dim**-0.5 if sm_scale is None else sm_scale), GROUP=group, ROWS=config.rows, TILE=config.tile,
-            STAGES=config.stages, SUFFIX_TILE=16 if compute == "fp32" else 32,
+            STAGES=config.stages, SUFFIX_TILE=16 if wide else 32,
             REQ_TILE=max(power_of_two(num_reqs + 1), 64), num_warps=config.warps,
             **_shared_options(page_view, compute, wide, sliding_window, lse, native_fp8),
         )

@@ -10,8 +10,9 @@ __all__ = ['FLUSH_BYTES', 'ISSUE_DRAFTER', 'KV_HEADS', 'HEAD_DIM', 'QUERY_ROWS',
            'Rates', 'matmul_tflops', 'measure_rates', 'attention_floor_us', 'our_attention', 'fa3_library', 'load_fa3',
            'fa3_attention', 'flashinfer_attention', 'AttentionKernel', 'our_kernels', 'attention_kernels',
            'context_attention_ref', 'attention_error', 'attention_us', 'attention_row', 'measure_attention',
-           'scaling_points', 'measure_attention_scaling', 'window_sets', 'window_inputs', 'measure_attention_window',
-           'record_rows', 'run_benchmarks']
+           'gathered_attention', 'plain_attention', 'step_kernels', 'measure_attention_steps', 'scaling_points',
+           'measure_attention_scaling', 'window_sets', 'window_inputs', 'measure_attention_window', 'record_rows',
+           'run_benchmarks']
 
 # %% ../notebooks/10_benchmarks.ipynb #13c6ac4f
 import hashlib
@@ -27,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 
-from .attention import AttentionWorkspace, draft_attention, draft_attention_ref
+from .attention import AttentionWorkspace, _launch_plain_attention, draft_attention, draft_attention_ref
 
 from dflash_paged.block_table import (
     _REQ_TILE,
@@ -499,7 +500,7 @@ def our_kernels() -> list[AttentionKernel]:
     return [
         AttentionKernel(name, "exact", bf16, "row", auto, exact),
         AttentionKernel(name, "exact", fp8, "row", auto, exact),
-        AttentionKernel(name, "fast", fp8, "transposed16", auto, fast),
+        AttentionKernel(name, "fast", fp8, "transposed", auto, fast),
     ]
 
 # %% ../notebooks/10_benchmarks.ipynb #397da5bc
@@ -507,7 +508,7 @@ def attention_kernels() -> list[AttentionKernel]:
     """Ours, then every peer that this machine has."""
     bf16, fp8, fast = our_kernels()
     unsplit = dict(name="draft_attention, 1 split", splits=("1",), groups=(4,))
-    kernels = [bf16, fp8, fast, fast._replace(v_layout="transposed"), bf16._replace(**unsplit), fp8._replace(**unsplit)]
+    kernels = [bf16, fp8, fast, fast._replace(v_layout="transposed16"), bf16._replace(**unsplit), fp8._replace(**unsplit)]
     library = fa3_library()
     if library is not None:
         digest = hashlib.sha256(library.read_bytes()).hexdigest()
@@ -598,6 +599,71 @@ def measure_attention(rates: Rates, failures: list[str]) -> Iterator[dict]:
             except Exception as problem:
                 _note_failure(failures, f"G {group}, V {kernel.v_layout},", kernel, problem)
 
+# %% ../notebooks/10_benchmarks.ipynb #c2ad78ac
+def gathered_attention(sets: list[dict], splits: str = "") -> list[Callable[[], torch.Tensor]]:
+    """Pages gathered into dense, padded K and V, the noise rows behind them, then torch's attention with a mask."""
+    lens, view = sets[0]["ctx_lens"], sets[0]["page_view"]
+    blocks, group = -(-int(lens.max()) // 32), sets[0]["q"].shape[2] // KV_HEADS
+    position = torch.arange(blocks * 32 + QUERY_ROWS, device=lens.device)
+    mask = (position < lens[:, None]) | (position >= blocks * 32)  # [R, keys]
+
+    def call(case):
+        table = case["block_table"][:, :blocks].clamp(min=0).long()
+        k, v = (
+            torch.cat([x[table].flatten(1, 2).to(noise.dtype), noise], 1).transpose(1, 2)
+            for x, noise in ((view.k, case["k_noise"]), (view.v, case["v_noise"]))
+        )
+        q = case["q"].unflatten(2, (KV_HEADS, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None])
+        return out.unflatten(2, (group, QUERY_ROWS)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+    return [partial(call, case) for case in sets]
+
+
+def plain_attention(sets: list[dict], splits: str, *, tile: int) -> list[Callable[[], torch.Tensor]]:
+    """Notebook 04's plain kernel on each set, its context in one split or in as many as the workspace says."""
+    q, view = sets[0]["q"], sets[0]["page_view"]
+    num_reqs, rows, heads, dim = q.shape
+    workspace = AttentionWorkspace.allocate(
+        num_reqs, rows, heads, view.num_kv_heads, dim, device=q.device, max_splits=1 if splits == "1" else None
+    )
+    call = partial(_launch_plain_attention, out=torch.empty_like(q), workspace=workspace, tile=tile)
+    return [partial(call, **case) for case in sets]
+
+# %% ../notebooks/10_benchmarks.ipynb #2869e270
+def step_kernels() -> list[AttentionKernel]:
+    """The steps of notebook 04, in order."""
+    bf16, fp8, fast = our_kernels()
+    plain = lambda name, base, splits, tile: base._replace(
+        name=name, splits=(splits,), make=partial(plain_attention, tile=tile)
+    )
+    return [
+        bf16._replace(name="gather to dense", make=gathered_attention),
+        plain("one CTA a request and head, tiles of a page", bf16, "1", 32),
+        plain("tiles of 64 tokens", bf16, "1", 64),
+        plain("split by length", bf16, "automatic", 64),
+        bf16._replace(name="list of pieces, exp2, unmasked main loop"),
+        plain("fp8 to bf16, split by length", fp8, "automatic", 64),
+        fp8._replace(name="fp8 to fp16"),
+        fast._replace(name="fp8 products"),
+    ]
+
+
+def measure_attention_steps(rates: Rates, failures: list[str], group: int = 4) -> Iterator[dict]:
+    """Time each step on two cases, equal lengths and mixed ones."""
+    for kernel in step_kernels():
+        try:
+            error = attention_error(kernel, group)
+            for case in ("B8x32k", "B64mix"):
+                sets = attention_sets(
+                    ATTENTION_CASES[case], group=group, dtype=kernel.dtype, v_layout=kernel.v_layout, num_sets=1
+                )
+                us = attention_us(kernel.make(sets, kernel.splits[0]), 2_000, 5)
+                row = attention_row(kernel, group, sum(ATTENTION_CASES[case]), kernel.splits[0], us, rates)
+                yield {"step": kernel.name, "case": case, **row, "error": f"{error:.2e}"}
+        except Exception as problem:
+            _note_failure(failures, "step", kernel, problem)
+
 # %% ../notebooks/10_benchmarks.ipynb #b5fbecd9
 def scaling_points(max_tokens: int = 2**21) -> list[tuple[str, int, int]]:
     """(sweep, batch, context length): context of 128 to 131,072 at three batches, batch of 1 to 256 at two contexts."""
@@ -652,7 +718,7 @@ def measure_attention_window(rates: Rates, failures: list[str], group: int = 4) 
             _note_failure(failures, "windows of", kernel, problem)
 
 # %% ../notebooks/10_benchmarks.ipynb #1426fc6a
-BENCHMARKS = ("inputs", "store", "attention", "attention_scaling", "attention_window")
+BENCHMARKS = ("inputs", "store", "attention", "attention_steps", "attention_scaling", "attention_window")
 
 
 def record_rows(path: Path, rows: Iterable[dict], **columns) -> None:
@@ -683,7 +749,7 @@ def run_benchmarks(folder: str | Path, names: Sequence[str] = BENCHMARKS) -> Non
             record_rows(path, measure_inputs() if name == "inputs" else measure_store(bandwidth), **columns)
             continue
         rates = rates or measure_rates(bandwidth)
-        measure = {"attention": measure_attention, "attention_scaling": measure_attention_scaling,
+        measure = {"attention": measure_attention, "attention_steps": measure_attention_steps, "attention_scaling": measure_attention_scaling,
                    "attention_window": measure_attention_window}[name]
         peaks = {"bf16_tflops": round(rates.bf16_tflops, 1), "fp8_tflops": round(rates.fp8_tflops, 1)}
         record_rows(path, measure(rates, failures), **columns, **peaks)
