@@ -178,7 +178,9 @@ def pick_draft_kv_dtype(draft_kv_dtype: str, kv_dtype: str, drafter: DraftModel 
     return draft_kv_dtype
 
 
-def pick_v_layout(draft_attention_mode: str, draft_kv_dtype: str, drafter: DraftModel | None, context: str) -> str:
+def pick_v_layout(
+    draft_attention_mode: str, draft_kv_dtype: str, drafter: DraftModel | None, context: str, tokens_per_block: int
+) -> str:
     """How the draft's pages hold V; `ValueError` where fast attention is asked for and can't be had."""
     check_choice("draft_attention_mode", draft_attention_mode, MODES)
     if draft_attention_mode == "exact":
@@ -190,6 +192,8 @@ def pick_v_layout(draft_attention_mode: str, draft_kv_dtype: str, drafter: Draft
         )
     if drafter and any(drafter.config.layer_causal(i) for i in range(drafter.config.num_hidden_layers)):
         raise ValueError("draft_attention_mode: expected 'exact' for a drafter with causal layers, got 'fast'")
+    if tokens_per_block < 16:
+        raise ValueError(f"tokens_per_block: expected at least 16 for draft_attention_mode 'fast', got {tokens_per_block}")
     return "transposed"
 
 
@@ -221,7 +225,7 @@ class EngineState:
         self.max_step_tokens, self.tokens_per_block = max_step_tokens, tokens_per_block
         kv_dtype = check_choice("kv_dtype", kv_dtype or str(target.dtype).removeprefix("torch."), KV_DTYPES)
         draft_dtype = pick_draft_kv_dtype(draft_kv_dtype, kv_dtype, self.drafter, context)
-        v_layout = pick_v_layout(draft_attention_mode, draft_dtype, self.drafter, context)
+        v_layout = pick_v_layout(draft_attention_mode, draft_dtype, self.drafter, context, tokens_per_block)
         draft_specs = self.drafter.config.layer_specs(draft_dtype) if self.drafter and context == "paged" else ()
         draft_specs = tuple(replace(spec, v_layout=v_layout) for spec in draft_specs)
         self.workspaces = AttentionWorkspaces(max_batch_size)

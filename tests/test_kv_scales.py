@@ -348,3 +348,46 @@ def test_wrong_scales_cost_drafts_and_no_tokens(make, calibrated, prompts):
     results = make(drafter=other).generate(prompts, 8)
     judge = Judge(model, prompts, 8)
     assert [judge(i, r.token_ids)[0] for i, r in enumerate(results)] == [True] * 4
+
+
+# ------------------------------------------------------------------ fast attention
+
+
+def test_fast_attention_reads_pages_whose_v_is_transposed_and_stays_lossless(make, target, prompts):
+    """The draft's arithmetic never reaches the output; the target's pages keep their layout."""
+    judge = Judge(target.model, prompts, 24)
+    engine = make(draft_attention_mode="fast", tokens_per_block=16)
+    assert {view.v_layout for view in engine.context.pages} == {"transposed"}
+    assert {view.v_layout for view in engine.target_pages} == {"row"}
+    assert engine.context.mode == "fast"
+    for i, result in enumerate(engine.generate(prompts, 24)):
+        assert judge(i, result.token_ids)[0], i
+    assert engine.manager.num_blocks * 16 * 2 * 2 * 2 * 16 == sum(
+        view.k.numel() + view.v.numel() for view in engine.context.pages
+    )
+    engine.manager.check_invariants()
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(draft_attention_mode="quick"), "draft_attention_mode: expected one of 'exact', 'fast', got 'quick'"),
+    (dict(draft_attention_mode="fast", draft_kv_dtype="bfloat16"), "draft_attention_mode: expected 'exact' unless"),
+    (dict(draft_attention_mode="fast", draft_kv_dtype="inherit"), "draft_attention_mode: expected 'exact' unless"),
+    (dict(draft_attention_mode="fast", draft_kv_dtype="inherit", context="dense"), "draft_attention_mode: expected"),
+])
+def test_fast_attention_that_can_not_be_had_is_refused_by_name(make, options, words):
+    with pytest.raises(ValueError, match=f"^{words}"):
+        make(**options)
+
+
+def test_fast_attention_needs_pages_of_16_tokens(make):
+    """Said before anything is allocated for a request."""
+    with pytest.raises(ValueError, match="^tokens_per_block: expected at least 16"):
+        make(draft_attention_mode="fast", tokens_per_block=8)
+
+
+def test_a_causal_drafter_has_no_fast_attention(target, calibrated, monkeypatch):
+    """`mode="fast"` refuses a causal suffix, so the engine says it first."""
+    model = copy.deepcopy(calibrated)
+    monkeypatch.setattr(type(model.config), "layer_causal", lambda self, layer: True)
+    with pytest.raises(ValueError, match="^draft_attention_mode: expected 'exact' for a drafter with causal layers"):
+        Engine(target, model, draft_kv_dtype="float8_e4m3fn", draft_attention_mode="fast", **OPTIONS)

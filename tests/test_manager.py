@@ -1,6 +1,7 @@
 """The manager: registration, budget, steps, prefix reuse, errors. Random histories: test_manager_model."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from dflash_paged.manager import (
     get_pp_layers,
 )
 from dflash_paged.memory import LayerSpec, blocks_held, bytes_per_token, paged_cost
+from dflash_paged.store import read_rows_ref, store_kv
 
 TPB = 8
 TARGET, DRAFT = LayerSpec(2, 16, "float32"), LayerSpec(1, 8, "float32")
@@ -912,3 +914,34 @@ def test_the_invariant_check_sees_damage(damage):
     damage(m)
     with pytest.raises((AssertionError, KeyError)):
         m.check_invariants()
+
+
+# ------------------------------------------------------------------ V transposed in its page
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("v_layout", ["transposed", "transposed16"])
+def test_a_layers_v_may_lie_transposed_in_its_pages(kv_layout, v_layout):
+    """Pitfall 28 (vLLM PR 45343): the layout is part of the view, a pool of its own, and what is stored reads back."""
+    draft = replace(DRAFT, v_layout=v_layout)
+    manager = make_manager(draft_layers=[draft] * 2, tokens_per_block=16, kv_layout=kv_layout)
+    plain = make_manager(draft_layers=[DRAFT] * 2, tokens_per_block=16, kv_layout=kv_layout)
+    assert manager.pools.num_bytes == plain.pools.num_bytes  # the same bytes, in another order
+    assert len(manager.pools.tensors) == 2
+    slots = torch.tensor([0, 5, 31, 16, 159])
+    k, v = (torch.randn(2, 5, draft.num_kv_heads, draft.head_dim) for _ in range(2))
+    for i, layer in enumerate((2, 3)):
+        view = manager.page_view(layer)
+        assert view.v_layout == v_layout and view.v.untyped_storage().data_ptr() == view.k.untyped_storage().data_ptr()
+        store_kv(k[i].to(view.dtype), v[i].to(view.dtype), slots, view)
+    for i, layer in enumerate((2, 3)):
+        got = read_rows_ref(manager.page_view(layer), slots)
+        assert torch.equal(got[0], k[i].to(view.dtype).float()) and torch.equal(got[1], v[i].to(view.dtype).float())
+        with pytest.raises(ValueError, match=f"^layer_idx: expected a layer with V by row, got {layer}, {v_layout}"):
+            manager.get_buffers(layer)
+    assert manager.get_buffers(0).shape[1] == 2
+
+
+def test_an_unknown_v_layout_is_refused():
+    with pytest.raises(ValueError, match="^v_layout: expected one of 'row', 'transposed', 'transposed16'"):
+        replace(DRAFT, v_layout="columns")

@@ -244,3 +244,43 @@ def test_readme_acceptance_with_fp8_pages_is_the_recorded_one():
     assert f"| {plain:.3f}; {calibrated:.3f}; {wrong:.3f} |" in text
     assert abs(calibrated - plain) < 0.01 * plain and wrong < 0.6 * plain
     assert mean["outliers", fp8, "1.0"] < 0.9 * mean["outliers", "bfloat16", ""]
+
+
+ATTENTION_FORMS = {  # README's row: kernel, mode, page dtype, V layout; least shares of the floor, most us of 64 x 512
+    "bf16": (("draft_attention", "exact", "bfloat16", "row"), (0.65, 0.80, 0.80, 0.75), 36),
+    "fp8 exact": (("draft_attention", "exact", "float8_e4m3fn", "row"), (0.33, 0.48, 0.48, 0.42), 34),
+    "fp8 fast": (("draft_attention", "fast", "float8_e4m3fn", "transposed"), (0.42, 0.58, 0.60, 0.52), 30),
+    "FlashAttention-3, bf16": (("FlashAttention-3", "exact", "bfloat16", "row"), None, None),
+    "FlashAttention-3, fp8": (("FlashAttention-3", "fast", "float8_e4m3fn", "row"), None, None),
+    "FlashInfer fa2, bf16": (("FlashInfer fa2", "exact", "bfloat16", "row"), None, None),
+    "FlashInfer fa2, fp8": (("FlashInfer fa2", "exact", "float8_e4m3fn", "row"), None, None),
+}
+
+
+def test_readme_attention_numbers_are_the_recorded_ones():
+    """Attention's table in the README comes from figures/data, and meets what was asked of the portable kernel."""
+    text, rows = (TOP / "README.md").read_text(encoding="utf-8"), recorded("bench_attention")
+    cases = ("B1x128k", "B8x32k", "B64x4k", "B64mix", "B64x512")
+    us = {}
+    for name, (form, least, most) in ATTENTION_FORMS.items():
+        mine = {r["case"]: r for r in rows if r["G"] == "4" and form == (r["kernel"], r["mode"], r["page_dtype"],
+                                                                        r["v_layout"])}
+        us[name] = [float(mine[case]["us"]) for case in cases]
+        shares = [float(mine[case]["share"]) for case in cases]
+        cells = [f"{t:,.0f}" if least is None else f"{t:.0f} ({100 * s:.0f} %)" for t, s in zip(us[name], shares)]
+        assert f"| {name} | {' | '.join(cells)} |" in text
+        if least is not None:
+            assert all(s >= limit for s, limit in zip(shares, least)) and us[name][-1] <= most
+    assert us["FlashInfer fa2, bf16"][3] >= 3 * us["bf16"][3]
+    assert all(a < b for a, b in zip(us["fp8 exact"], us["FlashInfer fa2, fp8"]))
+    assert all(r["device"] and r["driver"] and r["triton"] and r["commit"] for r in rows)
+
+
+def test_recorded_steps_and_windows_are_what_the_notebook_claims():
+    """A program a (request, KV head) is over 10 times slower on mixed lengths; a window costs what it reads."""
+    mixed = {r["step"]: float(r["us"]) for r in recorded("bench_attention_steps") if r["case"] == "B64mix"}
+    assert mixed["one CTA a request and head, tiles of a page"] >= 10 * mixed["list of pieces, exp2, unmasked main loop"]
+    times = {}
+    for r in recorded("bench_attention_window"):
+        times.setdefault((r["mode"], r["page_dtype"], r["window"], r["batch"]), {})[r["what"]] = float(r["us"])
+    assert len(times) == 18 and all(t["window"] <= 1.2 * t["short"] for t in times.values())
