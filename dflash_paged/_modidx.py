@@ -108,6 +108,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'dflash_paged/attention.py'),
                                         'dflash_paged.attention.explain_backend': ( 'attention.html#explain_backend',
                                                                                     'dflash_paged/attention.py'),
+                                        'dflash_paged.attention.num_splits_ref': ( 'attention.html#num_splits_ref',
+                                                                                   'dflash_paged/attention.py'),
                                         'dflash_paged.attention.prefill_attention': ( 'attention.html#prefill_attention',
                                                                                       'dflash_paged/attention.py'),
                                         'dflash_paged.attention.prefill_attention_ref': ( 'attention.html#prefill_attention_ref',

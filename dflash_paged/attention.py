@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['MAX_QUERY_ROWS', 'MAX_NUM_REQS', 'MODES', 'QUERY_DTYPES', 'BACKENDS', 'readable_rows_ref', 'draft_attention_ref',
-           'prefill_attention_ref', 'SplitBounds', 'split_bounds', 'AttentionWorkspace', 'AttentionWorkspaces',
-           'KernelConfig', 'tile_rows', 'Backend', 'explain_backend', 'draft_attention', 'prefill_attention']
+           'prefill_attention_ref', 'num_splits_ref', 'SplitBounds', 'split_bounds', 'AttentionWorkspace',
+           'AttentionWorkspaces', 'KernelConfig', 'tile_rows', 'Backend', 'explain_backend', 'draft_attention',
+           'prefill_attention']
 
 # %% ../notebooks/04_attention.ipynb #a4ca6cca
 from dataclasses import dataclass
@@ -286,6 +287,13 @@ def _piece(ends, index, REQ_TILE: tl.constexpr):
     before = ends <= index
     cell = tl.sum(before.to(tl.int32), 0)
     return cell % REQ_TILE, index - tl.max(tl.where(before, ends, 0), 0)
+
+# %% ../notebooks/04_attention.ipynb #90f75a73
+def num_splits_ref(num_tokens: int, bounds: "SplitBounds") -> int:
+    """How many splits a request of `num_tokens` readable tokens is cut into."""
+    fine = min(ceil_div(num_tokens, 512), bounds.fine_splits)
+    coarse = min(ceil_div(num_tokens, bounds.coarse_tokens), bounds.max_splits)
+    return max(fine if num_tokens <= 4096 else max(fine, coarse), 1)
 
 # %% ../notebooks/04_attention.ipynb #6220113d
 @jit()

@@ -55,17 +55,23 @@ def test_engine_is_lossless_on_cuda(cuda_models, context, num_draft_tokens):
         engine.manager.check_invariants()
 
 
-def test_engine_is_lossless_with_fp8_draft_pages_on_cuda(cuda_models):
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_engine_is_lossless_with_fp8_draft_pages_on_cuda(cuda_models, mode):
     """The draft's precision never reaches the output: calibrated fp8 pages, greedy tokens equal `generate`'s."""
     model, drafter = cuda_models
     options = dict(max_batch_size=3, max_seq_len=128, max_step_tokens=48)
-    make = lambda dtype: Engine(PagedTarget(model, TINY_LAYER_IDS), drafter, draft_kv_dtype=dtype, **options)
+    make = lambda dtype: Engine(
+        PagedTarget(model, TINY_LAYER_IDS), drafter, draft_kv_dtype=dtype,
+        draft_attention_mode="exact" if dtype == "inherit" else mode, **options,
+    )
     calibrate_drafter(drafter, collect_projections(make("inherit"), PROMPTS, 16))
     judge = Judge(model, PROMPTS, 32)
     engine = make("float8_e4m3fn")
     assert engine.context.pages[0].dtype == torch.float8_e4m3fn
+    assert engine.context.pages[0].v_layout == ("row" if mode == "exact" else "transposed")
     for i, result in enumerate(engine.generate(PROMPTS, 32)):
         assert judge(i, result.token_ids)[0], i
+    assert len(engine.workspaces.made) == 2  # the target's geometry and the draft's
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
