@@ -246,10 +246,11 @@ def prefill_attention_ref(
 @jit()
 def _readable(start, query, ctx_len, table_tokens, window, HAS_WINDOW: tl.constexpr):
     """The positions [low, high) that a query row at position `query`, or a later one, may read."""
+    high = tl.maximum(tl.minimum(ctx_len, table_tokens), 0)
     low = tl.maximum(start, 0)
     if HAS_WINDOW:
-        low = tl.maximum(low, query - window + 1)
-    return low, tl.maximum(tl.minimum(ctx_len, table_tokens), low)
+        low = tl.maximum(low, tl.maximum(query, 0) - window + 1)
+    return tl.minimum(low, high), high
 
 
 @jit()
@@ -355,7 +356,7 @@ def _load_keys(
     """Rows [TILE, DIM_TILE] of row-major pages, WIDTH elements an instruction (or what 16 bytes hold)."""
     ZERO: tl.constexpr = 0 if k_ptr.dtype.element_ty == tl.uint8 else 0.0
     dim = tl.max_contiguous(tl.arange(0, DIM_TILE), WIDTH)[None, :]
-    rows = k_ptr + (page * K_STRIDES[0] + (position % TOKENS) * K_STRIDES[1])[:, None] + dim
+    rows = k_ptr + (page * K_STRIDES[0] + (position % TOKENS).to(tl.int64) * K_STRIDES[1])[:, None] + dim
     if MASKED:
         return tl.load(rows, mask=readable[:, None] & (dim < DIM), other=ZERO)
     elif DIM == DIM_TILE:
@@ -502,7 +503,7 @@ def _load_queries(
     DIM: tl.constexpr, DIM_TILE: tl.constexpr,
 ):
     """A tile [ROWS, DIM_TILE] of a request's queries: rows of its query rows times the heads of a group."""
-    row = row_tile * ROWS + tl.arange(0, ROWS)
+    row = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     dim = tl.arange(0, DIM_TILE)[None, :]
     rows = request * strides[0] + row // GROUP * strides[1] + (head * GROUP + row % GROUP) * strides[2]
     return tl.load(q_ptr + rows[:, None] + dim, mask=(row < QUERY_ROWS * GROUP)[:, None] & (dim < DIM), other=0.0)
@@ -513,7 +514,9 @@ def _page_queries(q, logit_scale, COMPUTE: tl.constexpr, PAGE_TYPE: tl.constexpr
     """q [ROWS, DIM_TILE] for products with pages, and the factor of their logits, in units of log2."""
     if COMPUTE == "exact8" or COMPUTE == "fast8":
         x = q.to(tl.float32)
-        largest = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-30)
+        size = tl.abs(x)
+        size = tl.where(size < float("inf"), size, 0.0)  # an infinity or NaN spoils its own row alone
+        largest = tl.maximum(tl.max(tl.max(size, 1), 0), 1e-30)
         if COMPUTE == "exact8":
             # The power of two that moves the largest value into [2^14, 2^15).
             factor = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * (1.0 / 16384)
@@ -521,7 +524,7 @@ def _page_queries(q, logit_scale, COMPUTE: tl.constexpr, PAGE_TYPE: tl.constexpr
         else:
             factor = largest * (1.0 / 448)
             x = (x * (1.0 / factor)).to(tl.float8e4nv)
-        return x, logit_scale * factor
+        return x, logit_scale * factor + 1e-37  # never 0: -inf * 0 would be NaN
     elif COMPUTE == "fp32":
         return q.to(tl.float32), logit_scale
     else:
@@ -543,8 +546,9 @@ def _suffix_part(
         if WIDE:
             q = q.to(tl.float32)
         m, total, acc = _suffix_tiles(
-            q, row, m, total, acc, sm_scale * _LOG2_E, k_noise_ptr + request * kn_strides[0] + head * kn_strides[2],
-            v_noise_ptr + request * vn_strides[0] + head * vn_strides[2], kn_strides[1], vn_strides[1],
+            q, row, m, total, acc, sm_scale * _LOG2_E,
+            k_noise_ptr + request * kn_strides[0] + head.to(tl.int64) * kn_strides[2],
+            v_noise_ptr + request * vn_strides[0] + head.to(tl.int64) * vn_strides[2], kn_strides[1], vn_strides[1],
             0, QUERY_ROWS, QUERY_ROWS, window, CAUSAL, HAS_WINDOW, SUFFIX_TILE, DIM, DIM_TILE, SHIFT,
         )
         acc = acc * (1.0 / v_scale)
@@ -574,8 +578,8 @@ def _store_piece(
 ):
     """Write the output of an unsplit request, or a partial of another."""
     local = tl.arange(0, ROWS)
-    row = row_tile * ROWS + local
-    real, q_head = row < QUERY_ROWS * GROUP, head * GROUP + row % GROUP
+    row = (row_tile * ROWS + local).to(tl.int64)
+    real, q_head = row < QUERY_ROWS * GROUP, head * GROUP + row % GROUP  # int64, as row is
     if splits == 1:
         rows = out_ptr + request * out_strides[0] + row // GROUP * out_strides[1] + q_head * out_strides[2]
         lse_rows = lse_ptr + request * lse_strides[0] + row // GROUP * lse_strides[1] + q_head
@@ -617,8 +621,8 @@ def _do_piece(
     if HAS_WINDOW:
         full_low = tl.maximum(low, ctx_len + QUERY_ROWS - window)
     m, total, acc = _context_tiles(
-        q, logit_scale, ctx_len + row - window + 1, m, total, acc, k_ptr + head * K_STRIDES[2],
-        v_ptr + head * V_STRIDES[2], table_ptr + request * table_stride, first,
+        q, logit_scale, ctx_len + row - window + 1, m, total, acc, k_ptr + head.to(tl.int64) * K_STRIDES[2],
+        v_ptr + head.to(tl.int64) * V_STRIDES[2], table_ptr + request * table_stride, first,
         tl.minimum(first + tiles_each, low // TILE + tiles), low, full_low, high, num_pages, K_STRIDES, V_STRIDES,
         TOKENS, TILE, DIM, DIM_TILE, V_LAYOUT, DECODE, HAS_WINDOW, SHIFT, STAGES,
     )
@@ -636,8 +640,8 @@ def _plain_tile(
     """Take the tokens at `position` in, in units of e."""
     readable, dim = (position >= low) & (position < high), tl.arange(0, DIM)[None, :]
     page = tl.load(table_ptr + position // TOKENS, mask=readable, other=0).to(tl.int64)
-    k_rows = page * K_STRIDES[0] + position % TOKENS * K_STRIDES[1]
-    v_rows = page * V_STRIDES[0] + position % TOKENS * V_STRIDES[1]
+    k_rows = page * K_STRIDES[0] + (position % TOKENS).to(tl.int64) * K_STRIDES[1]
+    v_rows = page * V_STRIDES[0] + (position % TOKENS).to(tl.int64) * V_STRIDES[1]
     k = tl.load(k_ptr + k_rows[:, None] + dim, mask=readable[:, None], other=0.0).to(q.dtype)
     v = tl.load(v_ptr + v_rows[:, None] + dim, mask=readable[:, None], other=0.0).to(q.dtype)
     s = tl.where(readable[None, :], tl.dot(q, tl.trans(k)) * sm_scale, float("-inf"))
@@ -672,7 +676,7 @@ def _plain_attention_kernel(
         first = low // TILE + split * tiles_each
         for tile in range(first, tl.minimum(first + tiles_each, (high + TILE - 1) // TILE)):
             m, total, acc = _plain_tile(
-                q, m, total, acc, k_ptr + head * K_STRIDES[2], v_ptr + head * V_STRIDES[2],
+                q, m, total, acc, k_ptr + head.to(tl.int64) * K_STRIDES[2], v_ptr + head.to(tl.int64) * V_STRIDES[2],
                 table_ptr + request * table_stride, tile * TILE + tl.arange(0, TILE), low, high, sm_scale, K_STRIDES,
                 V_STRIDES, DIM, TOKENS,
             )
@@ -714,10 +718,9 @@ def _draft_attention_kernel(
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, V_LAYOUT: tl.constexpr, COMPUTE: tl.constexpr,
     DECODE: tl.constexpr, WIDE: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_LSE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    DIM_TILE: tl.constexpr, SUFFIX_TILE: tl.constexpr, REQ_TILE: tl.constexpr,
+    DIM_TILE: tl.constexpr, SUFFIX_TILE: tl.constexpr, REQ_TILE: tl.constexpr, SHIFT: tl.constexpr,
 ):
     # One program owns piece after piece: (request, split, tile of query rows, KV head).
-    SHIFT: tl.constexpr = 8.0 if COMPUTE == "fast8" else 0.0  # weights in the upper half of e4m3's range
     ROW_TILES: tl.constexpr = (QUERY_ROWS * GROUP + ROWS - 1) // ROWS
     ends = _piece_ends(
         starts_ptr, lens_ptr, num_reqs, table_width * TOKENS, window, fine_splits, coarse_tokens, max_splits,
@@ -782,7 +785,7 @@ def _combine_kernel(
             total = total * alpha + tl.sum(weight, 0)
             acc = acc * alpha[:, None] + tl.sum(x * weight[:, :, None], 0)
             m = new_m
-        row = (inner % ROW_TILES * ROWS + place) // GROUP
+        row = ((inner % ROW_TILES * ROWS + place) // GROUP).to(tl.int64)
         head = inner // ROW_TILES * GROUP + (inner % ROW_TILES * ROWS + place) % GROUP
         _store_result(
             out_ptr + at * out_strides[0] + row * out_strides[1] + head * out_strides[2],
@@ -823,7 +826,7 @@ def _prefill_rows(
     lens_ptr, k_new_ptr, v_new_ptr, kn_strides, vn_strides, num_pages, table_tokens, table_stride, window,
     CHUNK: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr,
     V_LAYOUT: tl.constexpr, COMPUTE: tl.constexpr, DECODE: tl.constexpr, WIDE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, DIM_TILE: tl.constexpr, SUFFIX_TILE: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, DIM_TILE: tl.constexpr, SUFFIX_TILE: tl.constexpr, SHIFT: tl.constexpr,
 ):
     """Running maximum, sum and output of a tile of a chunk: its part of the chunk, then the context."""
     page_q, logit_scale = _page_queries(q, k_factor, COMPUTE, k_ptr.dtype.element_ty)
@@ -835,16 +838,16 @@ def _prefill_rows(
     )
     first_key, full_low = _prefill_window(tile, ctx_len, low, window, CHUNK, HAS_WINDOW, SUFFIX_TILE)
     m, total, acc = _suffix_tiles(
-        q, row, m, total, acc, sm_scale * _LOG2_E, k_new_ptr + base * kn_strides[0] + head * kn_strides[1],
-        v_new_ptr + base * vn_strides[0] + head * vn_strides[1], kn_strides[0], vn_strides[0], first_key,
+        q, row, m, total, acc, sm_scale * _LOG2_E, k_new_ptr + base * kn_strides[0] + head.to(tl.int64) * kn_strides[1],
+        v_new_ptr + base * vn_strides[0] + head.to(tl.int64) * vn_strides[1], kn_strides[0], vn_strides[0], first_key,
         tl.minimum((tile + 1) * CHUNK, end - begin), end - begin, window, True, HAS_WINDOW, SUFFIX_TILE, DIM, DIM_TILE,
-        0.0,
+        SHIFT,
     )
     return _context_tiles(
-        page_q, logit_scale, ctx_len + row - window + 1, m, total, acc * (1.0 / v_scale), k_ptr + head * K_STRIDES[2],
-        v_ptr + head * V_STRIDES[2], table_ptr + owner.to(tl.int64) * table_stride, low // TILE,
+        page_q, logit_scale, ctx_len + row - window + 1, m, total, acc * (1.0 / v_scale), k_ptr + head.to(tl.int64) * K_STRIDES[2],
+        v_ptr + head.to(tl.int64) * V_STRIDES[2], table_ptr + owner.to(tl.int64) * table_stride, low // TILE,
         (high + TILE - 1) // TILE, low, full_low, high, num_pages,
-        K_STRIDES, V_STRIDES, TOKENS, TILE, DIM, DIM_TILE, V_LAYOUT, DECODE, HAS_WINDOW, 0.0, STAGES,
+        K_STRIDES, V_STRIDES, TOKENS, TILE, DIM, DIM_TILE, V_LAYOUT, DECODE, HAS_WINDOW, SHIFT, STAGES,
     )
 
 # %% ../notebooks/04_attention.ipynb #80653375
@@ -861,13 +864,13 @@ def _prefill_attention_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr,
     V_LAYOUT: tl.constexpr, COMPUTE: tl.constexpr, DECODE: tl.constexpr, WIDE: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_LSE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    DIM_TILE: tl.constexpr, SUFFIX_TILE: tl.constexpr, REQ_TILE: tl.constexpr,
+    DIM_TILE: tl.constexpr, SUFFIX_TILE: tl.constexpr, REQ_TILE: tl.constexpr, SHIFT: tl.constexpr,
 ):
     # One program owns CHUNK rows of one request's chunk, all q heads of one KV head.
     CHUNK: tl.constexpr = ROWS // GROUP
-    head, local, dim = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, DIM_TILE)[None, :]
-    owner, begin, end, tile = _chunk_of(bounds_ptr, num_reqs, num_rows, tl.program_id(1), CHUNK, REQ_TILE)
-    row, q_head = tile * CHUNK + local // GROUP, head * GROUP + local % GROUP
+    head, local, dim = tl.program_id(1), tl.arange(0, ROWS), tl.arange(0, DIM_TILE)[None, :]
+    owner, begin, end, tile = _chunk_of(bounds_ptr, num_reqs, num_rows, tl.program_id(0), CHUNK, REQ_TILE)
+    row, q_head = tile * CHUNK + local // GROUP, (head * GROUP + local % GROUP).to(tl.int64)
     real, at = (local < CHUNK * GROUP) & (row < end - begin), (begin + row).to(tl.int64)
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     total, acc = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, DIM_TILE), tl.float32)
@@ -880,11 +883,11 @@ def _prefill_attention_kernel(
             tl.load(rows + dim, mask=real[:, None] & (dim < DIM), other=0.0), row, begin, end, tile, owner, head, m, total,
             acc, v_scale, k_factor, sm_scale, k_ptr, v_ptr, table_ptr, starts_ptr, lens_ptr, k_new_ptr, v_new_ptr,
             kn_strides, vn_strides, num_pages, table_width * TOKENS, table_stride, window, CHUNK, DIM, TOKENS, K_STRIDES,
-            V_STRIDES, V_LAYOUT, COMPUTE, DECODE, WIDE, HAS_WINDOW, TILE, STAGES, DIM_TILE, SUFFIX_TILE,
+            V_STRIDES, V_LAYOUT, COMPUTE, DECODE, WIDE, HAS_WINDOW, TILE, STAGES, DIM_TILE, SUFFIX_TILE, SHIFT,
         )
     _store_result(
         out_ptr + at * out_strides[0] + q_head * out_strides[1], lse_ptr + at * lse_strides[0] + q_head, real, m, total, acc,
-        v_scale, DIM, DIM_TILE, HAS_LSE, _LN_2, 0.0,
+        v_scale, DIM, DIM_TILE, HAS_LSE, _LN_2, SHIFT,
     )
 
 # %% ../notebooks/04_attention.ipynb #e1bd126a
@@ -975,6 +978,7 @@ class AttentionWorkspaces:
             return None
         key = (*q.shape[1:], num_kv_heads, q.device)
         if key not in self.made:
+            _check_not_capturing("workspace", q.device)
             num_rows, heads, dim = q.shape[1:]
             self.made[key] = AttentionWorkspace.allocate(
                 self.max_num_reqs, num_rows, heads, num_kv_heads, dim, device=q.device
@@ -1031,6 +1035,13 @@ def _config(compute: str, rows: int, head_dim: int, device: torch.device) -> Ker
     return KernelConfig(rows, 64 if head_dim <= 128 else 32, 3 if small else 5, 4, 2 * sms)
 
 # %% ../notebooks/04_attention.ipynb #f5a33db4
+def _shift(compute: str, page_dtype: torch.dtype) -> float:
+    """The power of two that moves softmax weights up in the range of the type in which they meet V."""
+    if compute == "fast8":
+        return 8.0  # e4m3 ends at 448
+    return 15.0 if compute == "exact8" or (compute == "page" and page_dtype == torch.float16) else 0.0
+
+
 def _shared_options(view: PageView, compute: str, wide: bool, window, lse, native_fp8: bool) -> dict:
     """What draft and prefill kernels are compiled for alike."""
     dim = view.head_dim
@@ -1042,7 +1053,7 @@ def _shared_options(view: PageView, compute: str, wide: bool, window, lse, nativ
         V_STRIDES=(v[0], v[token], v[head]) if view.v_layout == "row" else (v[0], v[2], v[1]),
         V_LAYOUT=V_LAYOUTS.index(view.v_layout), COMPUTE=compute,
         DECODE=view.dtype == torch.float8_e4m3fn and not native_fp8, WIDE=wide, HAS_WINDOW=window is not None,
-        HAS_SCALE=view.k_scale is not None, HAS_LSE=lse is not None,
+        HAS_SCALE=view.k_scale is not None, HAS_LSE=lse is not None, SHIFT=_shift(compute, view.dtype),
     )
 
 
@@ -1058,6 +1069,18 @@ def _has_fp8(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 # %% ../notebooks/04_attention.ipynb #67142203
+def _launch_combine(
+    ctx_starts, ctx_lens, workspace, out, lse, lse_strides, width, window, tiles, *, ROWS, **options
+) -> None:
+    """The merge, a thousand programs or so."""
+    part = min(ROWS, 16, power_of_two(ceil_div(workspace.max_num_reqs * tiles * ROWS, 1024)))
+    _combine_kernel[(out.shape[0], tiles * (ROWS // part))](
+        ctx_starts, ctx_lens, workspace.partial, workspace.partial_lse, workspace.counter, out, lse, out.stride()[:3],
+        lse_strides, width, window, *workspace.bounds, PART=part, SPLIT_TILE=max(1, 32 // part), num_warps=1, ROWS=ROWS,
+        **options,
+    )
+
+# %% ../notebooks/04_attention.ipynb #82f062ba
 def _launch_draft_attention(
     q, page_view, block_table, ctx_starts, ctx_lens, k_noise, v_noise, *, causal=False, sliding_window=None,
     mode="exact", sm_scale=None, out=None, lse=None, workspace=None, config=None, native_fp8=None,
@@ -1074,12 +1097,11 @@ def _launch_draft_attention(
     config = config or _config(compute, num_rows * group, dim, q.device)
     native_fp8 = _has_fp8(q.device) if native_fp8 is None else native_fp8
     k, v, k_scale, v_scale = _page_pointers(page_view, native_fp8)
-    lse_strides = (0, 0) if lse is None else lse.stride()[:2]
-    lse_to = out if lse is None else lse
+    lse_to, lse_strides = (out, (0, 0)) if lse is None else (lse, lse.stride()[:2])
     tiles = kv_heads * ceil_div(num_rows * group, config.rows)
     shared = _shared_options(page_view, compute, wide, sliding_window, lse, native_fp8)
     sizes = dict(QUERY_ROWS=num_rows, GROUP=group, HEADS=kv_heads, ROWS=config.rows)
-    cells, bounds = num_reqs * tiles * config.rows, workspace.bounds
+    bounds, cells = workspace.bounds, num_reqs * tiles * config.rows
     assert bounds.max_splits == 1 or cells * bounds.max_splits <= workspace.partial_lse.numel(), "rows of config"
     window, width = sliding_window or 0, block_table.shape[1]
     with device_of(q):
@@ -1093,13 +1115,15 @@ def _launch_draft_attention(
             REQ_TILE=max(power_of_two(workspace.max_num_reqs), 64), num_warps=config.warps,
             maxnreg=config.registers, **shared, **sizes,
         )
-        part = min(config.rows, power_of_two(ceil_div(workspace.max_num_reqs * tiles * config.rows, 1024)))
-        _combine_kernel[(num_reqs, tiles * (config.rows // part))](
-            ctx_starts, ctx_lens, workspace.partial, workspace.partial_lse, workspace.counter, out, lse_to,
-            out.stride()[:3], lse_strides, width, window, *bounds, DIM=dim, DIM_TILE=shared["DIM_TILE"],
-            TOKENS=page_view.tokens_per_block, HAS_WINDOW=sliding_window is not None, HAS_LSE=lse is not None,
-            PART=part, SPLIT_TILE=max(1, 32 // part), num_warps=1, **sizes,
-        )
+        try:
+            _launch_combine(
+                ctx_starts, ctx_lens, workspace, out, lse_to, lse_strides, width, window, tiles,
+                DIM=dim, DIM_TILE=shared["DIM_TILE"], TOKENS=page_view.tokens_per_block,
+                HAS_WINDOW=sliding_window is not None, HAS_LSE=lse is not None, **sizes,
+            )
+        except BaseException:
+            workspace.counter.zero_()  # or the next call would skip pieces
+            raise
     return out
 
 # %% ../notebooks/04_attention.ipynb #37ebf070
@@ -1148,14 +1172,14 @@ def _launch_prefill_attention(
     config = config._replace(rows=max(config.rows, power_of_two(group)))
     chunk = config.rows // group
     with device_of(q):
-        _prefill_attention_kernel[(kv_heads, ceil_div(num_rows, chunk) + num_reqs + 1)](
+        _prefill_attention_kernel[(ceil_div(num_rows, chunk) + num_reqs + 1, kv_heads)](
             q, k, v, block_table, row_start_loc, ctx_starts, ctx_lens, k_new, v_new, out,
             out if lse is None else lse, k_scale, v_scale, q.stride()[:2], k_new.stride()[:2],
             v_new.stride()[:2], out.stride()[:2], (0,) if lse is None else lse.stride()[:1],
             num_reqs, num_rows, page_view.num_pages, block_table.shape[1], block_table.stride(0), sliding_window or 0,
             float(dim**-0.5 if sm_scale is None else sm_scale), GROUP=group, ROWS=config.rows, TILE=config.tile,
             STAGES=config.stages, SUFFIX_TILE=16 if wide else 32,
-            REQ_TILE=max(power_of_two(num_reqs + 1), 64), num_warps=config.warps,
+            REQ_TILE=64 if num_reqs < 64 else MAX_NUM_REQS, num_warps=config.warps,
             **_shared_options(page_view, compute, wide, sliding_window, lse, native_fp8),
         )
     return out
@@ -1184,6 +1208,8 @@ def explain_backend(
     Raises: the same `ValueError` as the call itself where nothing can serve it.
     """
     _check_view(page_view)
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal: expected True or False, got {causal!r}")
     _check_mode(mode, page_view, causal)
     _check_window(sliding_window)
     on_gpu = runs_kernel(page_view.k)
@@ -1226,7 +1252,7 @@ def _check_mode(mode: str, page_view: PageView, causal: bool) -> None:
 
 def _check_window(sliding_window) -> None:
     if sliding_window is not None:
-        check_int("sliding_window", sliding_window, 1)
+        check_int("sliding_window", sliding_window, 1, 2**31 - 1)
 
 # %% ../notebooks/04_attention.ipynb #8ced2405
 def _check_call(
@@ -1248,12 +1274,16 @@ def _check_call(
     check_strided("ctx_starts", ctx_starts, (num_reqs,), torch.int32, device)
     check_strided("ctx_lens", ctx_lens, (num_reqs,), torch.int32, device)
     _check_window(sliding_window)
-    if sm_scale is not None and not (isinstance(sm_scale, (int, float)) and 0 < sm_scale < float("inf")):
-        raise ValueError(f"sm_scale: expected a finite number > 0 or None, got {sm_scale!r}")
-    if out is not None:
-        check_strided("out", out, tuple(q.shape), q.dtype, device)
-    if lse is not None:
-        check_strided("lse", lse, tuple(q.shape[:-1]), torch.float32, device)
+    number = isinstance(sm_scale, (int, float)) and not isinstance(sm_scale, bool)
+    if sm_scale is not None and not (number and 1e-30 <= sm_scale <= 1e30):
+        raise ValueError(f"sm_scale: expected a number from 1e-30 to 1e30 or None, got {sm_scale!r}")
+    if block_table.shape[1] * page_view.tokens_per_block >= 2**31 - 2**16:
+        raise ValueError(f"block_table: expected pages for fewer than 2^31 tokens, got {block_table.shape[1]} pages")
+    for name, tensor, shape, dtype in (("out", out, q.shape, q.dtype), ("lse", lse, q.shape[:-1], torch.float32)):
+        if tensor is not None:
+            check_strided(name, tensor, tuple(shape), dtype, device)
+            if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride())):
+                raise ValueError(f"{name}: expected a cell for each element, got strides {tensor.stride()}")
     if debug_checks_enabled():
         for name, values in (("ctx_starts", ctx_starts), ("ctx_lens", ctx_lens)):
             if bool((values < 0).any()):
@@ -1264,10 +1294,18 @@ def _check_kernel_call(q, **buffers) -> None:
     """What only the kernel needs: a dtype that it knows, and nothing to allocate while a graph is captured."""
     if q.dtype == torch.float64:
         raise ValueError("q: expected fp32, bf16 or fp16 on CUDA (the reference takes fp64), got torch.float64")
-    if torch.cuda.is_current_stream_capturing():
-        for name, value in buffers.items():
-            if value is None:
-                raise RuntimeError(f"{name}: expected one made before the capture, got None while a graph is captured")
+    if q.shape[-1] > 256:
+        raise ValueError(f"q: expected a head_dim of at most 256 on CUDA, got {q.shape[-1]}")
+    for name, value in buffers.items():
+        if value is None:
+            _check_not_capturing(name, q.device)
+
+
+def _check_not_capturing(name: str, device: torch.device) -> None:
+    """`RuntimeError` where `name` would be allocated while a graph is captured."""
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{name}: expected one made before the capture, got None while a graph is captured")
 
 
 def _check_queries(q) -> None:
@@ -1329,28 +1367,25 @@ def draft_attention(
 
     Two launches on CUDA tensors, without waiting for the device; with `out` and `workspace` given it may be captured
     in a CUDA graph and replayed with other lengths and tables. Tensors of other devices run `draft_attention_ref`.
-    Relative errors against fp64 over the stored values: fp32 1e-5, bf16, fp16 and fp8 exact 3e-3, fp8 fast 5e-2.
+    Relative errors against fp64 over the stored values: fp32 1e-5, bf16, fp16 and fp8 exact 3e-3, fp8 fast 5e-2 (in
+    fast mode weights below 2^-18 of their row's largest vanish: with an attention sink more may be lost).
 
-    Raises: `ValueError` naming the argument, what was expected and what came, before anything is written (with
-    `DFLASH_PAGED_DEBUG=1` also for negative starts or lengths); `RuntimeError` where a graph is captured without them.
+    Raises: `ValueError` naming the argument, what was expected and what came, before anything is written (with debug
+    checks also for negative starts or lengths); `RuntimeError` where a graph is captured without out and workspace.
     Source: TensorRT-LLM PR 16150 for the dense suffix, PR 17935 for the two-sided window; FlashAttention-2
     (arXiv 2307.08691) for the softmax in tiles, Flash-Decoding for the splits.
     """
     _check_queries(q)
-    _check_call(
-        q, page_view, block_table, ctx_starts, ctx_lens, k_noise, v_noise, ("k_noise", "v_noise"),
-        sliding_window, sm_scale, out, lse,
-    )
+    tensors = (q, page_view, block_table, ctx_starts, ctx_lens, k_noise, v_noise)
+    _check_call(*tensors, ("k_noise", "v_noise"), sliding_window, sm_scale, out, lse)
     kind = dict(causal=causal, sliding_window=sliding_window, mode=mode)
     chosen = explain_backend(page_view, **kind, backend=backend).name
+    kind |= dict(sm_scale=sm_scale, out=out, lse=lse)
     _check_workspace(workspace, q, page_view)
-    options = dict(**kind, sm_scale=sm_scale, out=out, lse=lse)
     if chosen == "reference":
-        return draft_attention_ref(q, page_view, block_table, ctx_starts, ctx_lens, k_noise, v_noise, **options)
+        return draft_attention_ref(*tensors, **kind)
     _check_kernel_call(q, out=out, workspace=workspace)
-    return _launch_draft_attention(
-        q, page_view, block_table, ctx_starts, ctx_lens, k_noise, v_noise, **options, workspace=workspace
-    )
+    return _launch_draft_attention(*tensors, **kind, workspace=workspace)
 
 # %% ../notebooks/04_attention.ipynb #b2dc9c31
 def prefill_attention(

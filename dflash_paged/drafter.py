@@ -625,13 +625,8 @@ class PagedContext:
         """Project `features` [N, n * hidden], write the rows that `step` gives a slot, keep `step` to read."""
         self.step = step
         store_draft_context(
-            self.model.project_context(features),
-            step.inputs.context_positions,
-            step.inputs.context_slot_mapping,
-            self.pages,
-            self.layer_to_group,
-            cos_sin=self.model.cos_sin,
-            k_norm_weight=self.model.fused_kv()[2],
+            self.model.project_context(features), step.inputs.context_positions, step.inputs.context_slot_mapping,
+            self.pages, self.layer_to_group, cos_sin=self.model.cos_sin, k_norm_weight=self.model.fused_kv()[2],
             eps=self.model.config.rms_norm_eps,
         )
 

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['CONTEXTS', 'KV_DTYPES', 'DRAFT_KV_DTYPES', 'RefusedRequest', 'RequestStats', 'RequestResult', 'RunningRequest',
            'emit_tokens', 'count_accepted', 'pick_num_draft_tokens', 'make_context', 'check_models',
-           'pick_draft_kv_dtype', 'pick_v_layout', 'set_draft_scales', 'EngineState', 'blocks_at_end', 'has_room',
-           'admit', 'StepPlan', 'plan_step', 'decode_rows', 'prefill_rows', 'build_target_batch', 'accept',
-           'draft_next', 'settle', 'save', 'restore', 'deliver', 'result_of', 'finish', 'record_draft_bytes',
-           'token_list', 'check_prompt', 'check_ever_fits', 'abort_request', 'RequestQueue', 'StepRunner', 'Engine']
+           'pick_draft_kv_dtype', 'pick_v_layout', 'draft_layer_specs', 'set_draft_scales', 'EngineState',
+           'blocks_at_end', 'has_room', 'admit', 'StepPlan', 'plan_step', 'decode_rows', 'prefill_rows',
+           'build_target_batch', 'accept', 'draft_next', 'settle', 'save', 'restore', 'deliver', 'result_of', 'finish',
+           'record_draft_bytes', 'token_list', 'check_prompt', 'check_ever_fits', 'abort_request', 'RequestQueue',
+           'StepRunner', 'Engine']
 
 # %% ../notebooks/08_engine.ipynb #9589a65d
 import operator
@@ -19,12 +20,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from .attention import MAX_NUM_REQS, MODES, AttentionWorkspaces
 from .block_table import build_draft_inputs, build_verify_inputs, slots_of_positions
 from .checks import NO_TOKEN, check_choice, check_int, check_tokens_per_block
 from .dense import DenseContext
-from .attention import MODES, AttentionWorkspaces
 from .drafter import DraftModel, DraftStep, PagedContext, check_drafter_fits, check_kv_scales, draft_tokens
 from .manager import KVCacheManager
+from .memory import LayerSpec
 from .target import PagedTarget, TargetBatch
 
 CONTEXTS = ("paged", "dense")
@@ -196,6 +198,12 @@ def pick_v_layout(
         raise ValueError(f"tokens_per_block: expected at least 16 for draft_attention_mode 'fast', got {tokens_per_block}")
     return "transposed"
 
+# %% ../notebooks/08_engine.ipynb #5b1c9d3e
+def draft_layer_specs(drafter: DraftModel | None, dtype: str, v_layout: str) -> tuple[LayerSpec, ...]:
+    """The draft's layers as the manager registers them; none without a drafter on pages."""
+    specs = drafter.config.layer_specs(dtype) if drafter else ()
+    return tuple(replace(spec, v_layout=v_layout) for spec in specs)
+
 
 def set_draft_scales(manager: KVCacheManager, drafter: DraftModel, first_layer: int) -> None:
     """Hand the drafter's scales to the pages of its layers, where writers and readers find them."""
@@ -212,8 +220,8 @@ class EngineState:
         kv_dtype=None, draft_kv_dtype="inherit", draft_attention_mode="exact", enable_prefix_reuse=True,
     ):
         check_choice("context", context, CONTEXTS)
-        check_tokens_per_block(tokens_per_block)
-        check_int("max_batch_size", max_batch_size, 1)
+        self.tokens_per_block = check_tokens_per_block(tokens_per_block)
+        check_int("max_batch_size", max_batch_size, 1, MAX_NUM_REQS)
         check_models(target, drafter)
         limit = target.max_positions
         max_seq_len = check_int("max_seq_len", min(1024, limit) if max_seq_len is None else max_seq_len, 2, limit)
@@ -221,13 +229,11 @@ class EngineState:
         self.num_query_rows = self.num_draft_tokens + 1
         check_int("max_step_tokens", max_step_tokens, max_batch_size * self.num_query_rows)
         self.target, self.drafter = target, drafter if self.num_draft_tokens else None
-        self.max_batch_size, self.max_seq_len = max_batch_size, max_seq_len
-        self.max_step_tokens, self.tokens_per_block = max_step_tokens, tokens_per_block
+        self.max_batch_size, self.max_seq_len, self.max_step_tokens = max_batch_size, max_seq_len, max_step_tokens
         kv_dtype = check_choice("kv_dtype", kv_dtype or str(target.dtype).removeprefix("torch."), KV_DTYPES)
         draft_dtype = pick_draft_kv_dtype(draft_kv_dtype, kv_dtype, self.drafter, context)
         v_layout = pick_v_layout(draft_attention_mode, draft_dtype, self.drafter, context, tokens_per_block)
-        draft_specs = self.drafter.config.layer_specs(draft_dtype) if self.drafter and context == "paged" else ()
-        draft_specs = tuple(replace(spec, v_layout=v_layout) for spec in draft_specs)
+        draft_specs = draft_layer_specs(self.drafter if context == "paged" else None, draft_dtype, v_layout)
         self.workspaces = AttentionWorkspaces(max_batch_size)
         if num_blocks is None and kv_cache_bytes is None:
             num_blocks = max_batch_size * -(-max_seq_len // tokens_per_block)
@@ -240,10 +246,8 @@ class EngineState:
         )
         if draft_dtype == "float8_e4m3fn" and draft_specs:
             set_draft_scales(self.manager, self.drafter, target.num_layers)
-        self.context = self.drafter and make_context(
-            target, self.drafter, self.manager, context, max_batch_size, max_seq_len, draft_attention_mode,
-            self.workspaces,
-        )
+        where = (context, max_batch_size, max_seq_len, draft_attention_mode, self.workspaces)
+        self.context = self.drafter and make_context(target, self.drafter, self.manager, *where)
         self.draft_row_bytes = sum(s.bytes_per_token for s in draft_specs)
         self.target_pages = [self.manager.page_view(i) for i in range(target.num_layers)]
         self.waiting, self.running = deque[RunningRequest](), list[RunningRequest]()

@@ -24,7 +24,7 @@ from dflash_paged.attention import (
     prefill_attention,
     prefill_attention_ref,
 )
-from dflash_paged.store import PAGE_DTYPES, ROW_DTYPES, PageView, read_rows_ref
+from dflash_paged.store import PAGE_DTYPES, ROW_DTYPES, PageView, read_rows_ref, store_kv
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton, which has no wheel for this platform"
@@ -42,6 +42,9 @@ FAST_LAYOUTS = [x for x in LAYOUTS if x[1] != "row"]
 
 
 # ------------------------------------------------------------------ cases and comparisons
+
+
+SMALL = KernelConfig(rows=16, tile=16, stages=2, warps=4, programs=3)
 
 
 def make(lens, dtype=F32, **options):
@@ -314,10 +317,10 @@ def test_sm_scale_replaces_the_default(sm_scale):
     check(make([0, 9, 20], F32), sm_scale=sm_scale)
 
 
-@pytest.mark.parametrize("sm_scale", [0, -0.4, math.inf, math.nan, "1"])
-def test_sm_scale_must_be_positive_and_finite(sm_scale):
-    """The kernel multiplies row maxima by it, so others are refused by name."""
-    with pytest.raises(ValueError, match=r"^sm_scale: expected a finite number > 0 or None, got "):
+@pytest.mark.parametrize("sm_scale", [0, -0.4, math.inf, math.nan, "1", True, 10**400, 1e-31, 1e31])
+def test_sm_scale_must_be_positive_and_no_extreme(sm_scale):
+    """The kernel multiplies row maxima by it in fp32, so others are refused by name."""
+    with pytest.raises(ValueError, match=r"^sm_scale: expected a number from 1e-30 to 1e30 or None, got "):
         draft_attention(**draft_arguments(), sm_scale=sm_scale)
 
 
@@ -922,6 +925,155 @@ def test_nothing_that_is_compiled_in_depends_on_the_batch(compiled_in):
     assert len(compiled_in) >= 4
     for name in {name for name, _ in compiled_in}:
         assert len({repr(sorted(c.items())) for n, c in compiled_in if n == name}) == 1, name
+
+
+@pytest.fixture
+def touched(monkeypatch):
+    """Every address that an interpreted kernel reads or writes, as (lowest, highest) of each access."""
+    if DEVICE == "cuda":
+        pytest.skip("addresses are watched in the interpreter")
+    from triton.runtime import interpreter
+
+    seen = []
+
+    def watch(name):
+        original = getattr(interpreter.InterpreterBuilder, name)
+
+        def wrapped(self, ptrs, *args):
+            mask = next(a for a in args if getattr(a, "data", None) is not None and a.data.dtype == bool)
+            active = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
+            if active.size:
+                seen.append((int(active.min()), int(active.max())))
+            return original(self, ptrs, *args)
+
+        monkeypatch.setattr(interpreter.InterpreterBuilder, name, wrapped)
+
+    watch("create_masked_load")
+    watch("create_masked_store")
+    return seen
+
+
+@pytest.mark.parametrize("lens, starts, width, window", [
+    ([50, 5000], None, 2, 37), ([9, 20], [9, 205], None, None), ([16, 0], None, 2, 5), ([40, 9], [2**31 - 1, 0], None, 4),
+], ids=["window past the table", "start past the length", "late tiles", "start of 2^31 - 1"])
+def test_no_table_entry_past_a_requests_row_is_read(touched, lens, starts, width, window):
+    """Pitfalls 4, 5: also where nothing is readable, no entry outside the table is looked at."""
+    case = make(lens, starts=starts, width=width, tokens=8, heads=2, kv_heads=1)
+    q, view, table, starts, lens, k, v = case.arguments()
+    guarded = torch.full((2**13 + table.numel(),), 2**31 - 1, dtype=torch.int32)
+    table = guarded[2**12 : -(2**12)].view(table.shape).copy_(table)
+    begin, end = table.data_ptr(), table.data_ptr() + 4 * table.numel()
+    _launch_draft_attention(q, view, table, starts, lens, k, v, sliding_window=window, config=SMALL)
+    q, k, v, bounds = prefill_inputs(case, [150, 90])
+    _launch_prefill_attention(q, view, table, bounds, starts, lens, k, v, sliding_window=window)
+    first, last = guarded.data_ptr(), guarded.data_ptr() + 4 * guarded.numel()
+    near = [a for a in touched if a[1] >= first and a[0] < last]
+    assert near and all(begin <= a[0] and a[1] < end for a in near)
+
+
+def test_products_of_strides_are_64_bit():
+    """Pitfall 39 (vLLM PR 47671): heads and query rows 2^30 elements apart; only a few pages of memory are touched."""
+    if DEVICE == "cuda":
+        pytest.skip("the GPU tests do it on real memory")
+    memory = torch.empty(2**32, dtype=torch.uint8)  # address space, not memory
+    tokens, dim, pages = 16, 16, 3
+    far = (256, 2**30, dim, 1)
+    k = memory.as_strided((pages, 4, tokens, dim), far).view(FP8)
+    v = memory[2**20 :].as_strided((pages, 4, tokens, dim), far).view(FP8)
+    one, rng = torch.ones(4), generator(5)
+    view = PageView(k, v, "HND", "row", one, one, tokens)
+    slots = torch.arange(40)
+    store_kv(*(torch.randn(40, 4, dim, generator=rng) for _ in range(2)), slots, view)
+    table, q = torch.arange(3, dtype=torch.int32)[None], torch.randn(1, 2, 4, dim, generator=rng).bfloat16()
+    noise = [torch.randn(1, 2, 4, dim, generator=rng).bfloat16() for _ in range(2)]
+    got = _launch_draft_attention(q, view, table, i32([0]), i32([40]), *noise, config=SMALL)
+    want = draft_attention_ref(q.double(), view, table, i32([0]), i32([40]), *noise)
+    assert float((got.double() - want).norm() / want.norm()) < 3e-3
+    wide = torch.empty(2**30 + 64, dtype=torch.bfloat16)
+    spread = wide.as_strided((1, 2, 4, dim), (dim, 2**30, dim, 1)) if wide.numel() >= 2**30 + 4 * dim else None
+    spread.copy_(q)
+    out = torch.empty(2**30 + 64, dtype=torch.bfloat16).as_strided((1, 2, 4, dim), (dim, 2**30, dim, 1))
+    _launch_draft_attention(spread, view, table, i32([0]), i32([40]), *noise, config=SMALL, out=out)
+    assert torch.equal(out, got)
+
+
+@pytest.mark.parametrize("dtype", [FP8, F16])
+def test_many_small_weights_beside_a_large_one_count(dtype):
+    """An attention sink: 512 weights of 2^-17.5 of the largest, whose V is 0, are all that the output has."""
+    case = make([512], dtype, num_query_rows=1, heads=1, kv_heads=1, dim=16, tokens=16, q_dtype=F16)
+    if dtype == FP8:
+        case.view = replace(case.view, k_scale=torch.ones(1), v_scale=torch.ones(1))
+    case.view.k.view(torch.uint8).zero_()
+    case.view.v.copy_(torch.ones_like(case.view.v.float()).to(dtype))
+    case.q.zero_()
+    case.q[..., 0] = 1
+    case.k_noise.zero_()
+    case.k_noise[..., 0] = 17.5 * math.log(2)
+    case.v_noise.zero_()
+    arguments = [on_kernel_device(x) for x in case.arguments()]
+    got = _launch_draft_attention(*arguments, sm_scale=1.0, config=SMALL)
+    want = draft_attention_ref(*case.arguments(), sm_scale=1.0)
+    assert float((got.cpu().double() - want.double()).norm() / want.double().norm()) < 5e-3
+
+
+def test_a_failure_between_the_launches_leaves_the_workspace_usable(monkeypatch):
+    """The counter goes back to zero, so the next call skips nothing."""
+    case = make([9, 0, 20, 7, 3], BF16)
+    workspace = workspace_for(case)
+    want = _launch_draft_attention(*arguments_of(case), workspace=workspace, config=SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "_launch_combine", lambda *a, **k: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            _launch_draft_attention(*arguments_of(case), workspace=workspace, config=SMALL)
+    assert int(workspace.counter) == 0
+    assert torch.equal(_launch_draft_attention(*arguments_of(case), workspace=workspace, config=SMALL), want)
+
+
+def test_an_infinite_query_spoils_its_own_row_and_head_alone():
+    """The scale of a tile's queries comes from its finite values."""
+    case = make([20, 9], FP8, q_dtype=BF16)
+    clean = _launch_draft_attention(*arguments_of(case), config=SMALL).cpu()
+    case.q[1, 2, 0, 3] = math.inf
+    spoilt = _launch_draft_attention(*arguments_of(case), config=SMALL).cpu()
+    rest = torch.ones(clean.shape[:3], dtype=torch.bool)
+    rest[1, 2, 0] = False
+    assert torch.equal(spoilt[rest], clean[rest])
+
+
+def test_tiny_scales_and_queries_of_zero_give_no_nan():
+    """The factor of the logits may underflow in fp32; -inf * 0 would be NaN."""
+    scales = (torch.full((2,), 2.0**-40), torch.ones(2))
+    case = make([20, 9], FP8, q_dtype=BF16, scales=scales)
+    case.q.zero_()
+    check(case)
+
+
+def test_long_chunks_fit_the_grid():
+    """CUDA allows 65,535 programs in a grid's second dimension: chunks are counted in the first."""
+    grids = []
+    kernel = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *a, **k: grids.append(grid)})()
+    case = make([0], F32, heads=8, kv_heads=1, dim=16)
+    q = torch.zeros(1, 8, 16).expand(131_072, 8, 16)
+    k = torch.zeros(1, 1, 16).expand(131_072, 1, 16)
+    view, table, starts, lens = case.arguments()[1:5]
+    original, attention._prefill_attention_kernel = attention._prefill_attention_kernel, kernel
+    try:
+        _launch_prefill_attention(q, view, table, i32([0, 131_072]), starts, lens, k, k, out=torch.empty(1).expand(q.shape))
+    finally:
+        attention._prefill_attention_kernel = original
+    assert grids[0][1] <= 65_535
+
+
+@pytest.mark.parametrize("name, value", [
+    ("sliding_window", 2**31), ("causal", "no"), ("causal", 1),
+    ("out", lambda q: torch.empty(1, *q.shape[1:]).expand(q.shape)),
+    ("lse", lambda q: torch.empty(1, *q.shape[1:-1]).expand(q.shape[:-1])),
+], ids=["a window past 32 bits", "a word", "a number", "one output for all", "one log-sum-exp for all"])
+def test_what_a_kernel_could_not_do_right_is_refused(name, value):
+    """Cells that several rows would write, numbers past 32 bits, and flags that are no flags."""
+    arguments = draft_arguments()
+    with pytest.raises(ValueError, match=f"^{name}: expected"):
+        draft_attention(**arguments, **{name: value(arguments["q"]) if callable(value) else value})
 
 
 # ------------------------------------------------------------------ backends and errors
