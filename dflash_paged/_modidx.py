@@ -51,6 +51,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'dflash_paged/attention.py'),
                                         'dflash_paged.attention._has_fp8': ('attention.html#_has_fp8', 'dflash_paged/attention.py'),
                                         'dflash_paged.attention._has_hole': ('attention.html#_has_hole', 'dflash_paged/attention.py'),
+                                        'dflash_paged.attention._head_offset': ('attention.html#_head_offset', 'dflash_paged/attention.py'),
                                         'dflash_paged.attention._hidden_context': ( 'attention.html#_hidden_context',
                                                                                     'dflash_paged/attention.py'),
                                         'dflash_paged.attention._hidden_suffix': ( 'attention.html#_hidden_suffix',

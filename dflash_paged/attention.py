@@ -300,12 +300,12 @@ def num_splits_ref(num_tokens: int, bounds: "SplitBounds") -> int:
 @jit()
 def _softmax_step(s, logit_scale, m, total, acc, SHIFT: tl.constexpr, GUARD: tl.constexpr):
     """Weights [ROWS, TILE] times 2^SHIFT, and the running maximum, sum and output that go with them."""
-    new_m = tl.maximum(m, tl.max(s, 1) * logit_scale)
+    new_m = tl.maximum(m, tl.max(s, 1) * logit_scale - SHIFT)
     base = new_m
     if GUARD:
         base = tl.where(new_m == float("-inf"), 0.0, new_m)
     alpha = tl.exp2(m - base)
-    p = tl.exp2(s * logit_scale - (base - SHIFT)[:, None])
+    p = tl.exp2(s * logit_scale - base[:, None])
     return p, new_m, total * alpha + tl.sum(p, 1), acc * alpha[:, None]
 
 
@@ -348,6 +348,15 @@ def _tile_places(
     return position, page.to(tl.int64), readable, held
 
 # %% ../notebooks/04_attention.ipynb #6a5c9353
+@jit()
+def _head_offset(head, STRIDE: tl.constexpr):
+    """head * STRIDE. In 64 bits only where it must be: there it makes ptxas wait after every single wgmma."""
+    if STRIDE < 2**19:
+        return head * STRIDE
+    else:
+        return head.to(tl.int64) * STRIDE
+
+
 @jit()
 def _load_keys(
     k_ptr, position, page, readable, K_STRIDES: tl.constexpr, TOKENS: tl.constexpr,
@@ -503,7 +512,7 @@ def _load_queries(
     DIM: tl.constexpr, DIM_TILE: tl.constexpr,
 ):
     """A tile [ROWS, DIM_TILE] of a request's queries: rows of its query rows times the heads of a group."""
-    row = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row = row_tile * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, DIM_TILE)[None, :]
     rows = request * strides[0] + row // GROUP * strides[1] + (head * GROUP + row % GROUP) * strides[2]
     return tl.load(q_ptr + rows[:, None] + dim, mask=(row < QUERY_ROWS * GROUP)[:, None] & (dim < DIM), other=0.0)
@@ -558,7 +567,7 @@ def _suffix_part(
 @jit()
 def _store_result(
     out_rows, lse_rows, real, m, total, acc, v_scale, DIM: tl.constexpr, DIM_TILE: tl.constexpr, HAS_LSE: tl.constexpr,
-    UNIT: tl.constexpr, SHIFT: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """Write acc / total * v_scale, and the log-sum-exp in units of log2 / UNIT; zeros and -inf where nothing was read."""
     dim = tl.arange(0, DIM_TILE)[None, :]
@@ -567,28 +576,28 @@ def _store_result(
     out = (acc * factor[:, None]).to(out_rows.dtype.element_ty)
     tl.store(out_rows[:, None] + dim, out, mask=real[:, None] & (dim < DIM))
     if HAS_LSE:
-        tl.store(lse_rows, tl.where(empty, float("-inf"), (m - SHIFT + tl.log2(total)) * UNIT), mask=real)
+        tl.store(lse_rows, tl.where(empty, float("-inf"), (m + tl.log2(total)) * UNIT), mask=real)
 
 
 @jit()
 def _store_piece(
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_strides, lse_strides, request, head, row_tile, split, splits,
     max_splits, m, total, acc, v_scale, QUERY_ROWS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr, DIM_TILE: tl.constexpr, HAS_LSE: tl.constexpr, SHIFT: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, DIM_TILE: tl.constexpr, HAS_LSE: tl.constexpr,
 ):
     """Write the output of an unsplit request, or a partial of another."""
     local = tl.arange(0, ROWS)
-    row = (row_tile * ROWS + local).to(tl.int64)
-    real, q_head = row < QUERY_ROWS * GROUP, head * GROUP + row % GROUP  # int64, as row is
+    row = row_tile * ROWS + local
+    real, q_head = row < QUERY_ROWS * GROUP, head * GROUP + row % GROUP
     if splits == 1:
         rows = out_ptr + request * out_strides[0] + row // GROUP * out_strides[1] + q_head * out_strides[2]
         lse_rows = lse_ptr + request * lse_strides[0] + row // GROUP * lse_strides[1] + q_head
-        _store_result(rows, lse_rows, real, m, total, acc, v_scale, DIM, DIM_TILE, HAS_LSE, _LN_2, SHIFT)
+        _store_result(rows, lse_rows, real, m, total, acc, v_scale, DIM, DIM_TILE, HAS_LSE, _LN_2)
     else:
         ROW_TILES: tl.constexpr = (QUERY_ROWS * GROUP + ROWS - 1) // ROWS
         cells = (((request * HEADS + head) * ROW_TILES + row_tile) * max_splits + split) * ROWS + local
         _store_result(
-            partial_ptr + cells * DIM, partial_lse_ptr + cells, real, m, total, acc, v_scale, DIM, DIM_TILE, True, 1.0, SHIFT
+            partial_ptr + cells * DIM, partial_lse_ptr + cells, real, m, total, acc, v_scale, DIM, DIM_TILE, True, 1.0
         )
 
 # %% ../notebooks/04_attention.ipynb #9d33c448
@@ -621,14 +630,14 @@ def _do_piece(
     if HAS_WINDOW:
         full_low = tl.maximum(low, ctx_len + QUERY_ROWS - window)
     m, total, acc = _context_tiles(
-        q, logit_scale, ctx_len + row - window + 1, m, total, acc, k_ptr + head.to(tl.int64) * K_STRIDES[2],
-        v_ptr + head.to(tl.int64) * V_STRIDES[2], table_ptr + request * table_stride, first,
+        q, logit_scale, ctx_len + row - window + 1, m, total, acc, k_ptr + _head_offset(head, K_STRIDES[2]),
+        v_ptr + _head_offset(head, V_STRIDES[2]), table_ptr + request * table_stride, first,
         tl.minimum(first + tiles_each, low // TILE + tiles), low, full_low, high, num_pages, K_STRIDES, V_STRIDES,
         TOKENS, TILE, DIM, DIM_TILE, V_LAYOUT, DECODE, HAS_WINDOW, SHIFT, STAGES,
     )
     _store_piece(
         out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, out_strides, lse_strides, request, head, row_tile, split,
-        splits, max_splits, m, total, acc, v_scale, QUERY_ROWS, GROUP, HEADS, ROWS, DIM, DIM_TILE, HAS_LSE, SHIFT,
+        splits, max_splits, m, total, acc, v_scale, QUERY_ROWS, GROUP, HEADS, ROWS, DIM, DIM_TILE, HAS_LSE,
     )
 
 # %% ../notebooks/04_attention.ipynb #9f490c30
@@ -676,13 +685,13 @@ def _plain_attention_kernel(
         first = low // TILE + split * tiles_each
         for tile in range(first, tl.minimum(first + tiles_each, (high + TILE - 1) // TILE)):
             m, total, acc = _plain_tile(
-                q, m, total, acc, k_ptr + head.to(tl.int64) * K_STRIDES[2], v_ptr + head.to(tl.int64) * V_STRIDES[2],
+                q, m, total, acc, k_ptr + _head_offset(head, K_STRIDES[2]), v_ptr + _head_offset(head, V_STRIDES[2]),
                 table_ptr + request * table_stride, tile * TILE + tl.arange(0, TILE), low, high, sm_scale, K_STRIDES,
                 V_STRIDES, DIM, TOKENS,
             )
         _store_piece(
             out_ptr, out_ptr, partial_ptr, partial_lse_ptr, out_strides, (0, 0), request, head, 0, split, splits,
-            max_splits, m * _LOG2_E, total, acc, 1.0, QUERY_ROWS, GROUP, HEADS, ROWS, DIM, DIM, False, 0.0,
+            max_splits, m * _LOG2_E, total, acc, 1.0, QUERY_ROWS, GROUP, HEADS, ROWS, DIM, DIM, False,
         )
 
 # %% ../notebooks/04_attention.ipynb #ee79b69b
@@ -790,7 +799,7 @@ def _combine_kernel(
         _store_result(
             out_ptr + at * out_strides[0] + row * out_strides[1] + head * out_strides[2],
             lse_ptr + at * lse_strides[0] + row * lse_strides[1] + head,
-            row < QUERY_ROWS, m, total, acc, 1.0, DIM, DIM_TILE, HAS_LSE, _LN_2, 0.0,
+            row < QUERY_ROWS, m, total, acc, 1.0, DIM, DIM_TILE, HAS_LSE, _LN_2,
         )
 
 # %% ../notebooks/04_attention.ipynb #37301719
@@ -844,8 +853,8 @@ def _prefill_rows(
         SHIFT,
     )
     return _context_tiles(
-        page_q, logit_scale, ctx_len + row - window + 1, m, total, acc * (1.0 / v_scale), k_ptr + head.to(tl.int64) * K_STRIDES[2],
-        v_ptr + head.to(tl.int64) * V_STRIDES[2], table_ptr + owner.to(tl.int64) * table_stride, low // TILE,
+        page_q, logit_scale, ctx_len + row - window + 1, m, total, acc * (1.0 / v_scale), k_ptr + _head_offset(head, K_STRIDES[2]),
+        v_ptr + _head_offset(head, V_STRIDES[2]), table_ptr + owner.to(tl.int64) * table_stride, low // TILE,
         (high + TILE - 1) // TILE, low, full_low, high, num_pages,
         K_STRIDES, V_STRIDES, TOKENS, TILE, DIM, DIM_TILE, V_LAYOUT, DECODE, HAS_WINDOW, SHIFT, STAGES,
     )
@@ -887,7 +896,7 @@ def _prefill_attention_kernel(
         )
     _store_result(
         out_ptr + at * out_strides[0] + q_head * out_strides[1], lse_ptr + at * lse_strides[0] + q_head, real, m, total, acc,
-        v_scale, DIM, DIM_TILE, HAS_LSE, _LN_2, SHIFT,
+        v_scale, DIM, DIM_TILE, HAS_LSE, _LN_2,
     )
 
 # %% ../notebooks/04_attention.ipynb #e1bd126a
@@ -1290,10 +1299,13 @@ def _check_call(
                 raise ValueError(f"{name}: expected values >= 0, got {values.tolist()}")
 
 # %% ../notebooks/04_attention.ipynb #46395abf
-def _check_kernel_call(q, **buffers) -> None:
+def _check_kernel_call(q, lse, **buffers) -> None:
     """What only the kernel needs: a dtype that it knows, and nothing to allocate while a graph is captured."""
     if q.dtype == torch.float64:
         raise ValueError("q: expected fp32, bf16 or fp16 on CUDA (the reference takes fp64), got torch.float64")
+    for name, tensor in (("q", q), ("out", buffers["out"]), ("lse", lse)):
+        if tensor is not None and sum((n - 1) * s for n, s in zip(tensor.shape[1:], tensor.stride()[1:])) >= 2**31:
+            raise ValueError(f"{name}: expected a request's rows within 2^31 elements, got strides {tensor.stride()}")
     if q.shape[-1] > 256:
         raise ValueError(f"q: expected a head_dim of at most 256 on CUDA, got {q.shape[-1]}")
     for name, value in buffers.items():
@@ -1384,7 +1396,7 @@ def draft_attention(
     _check_workspace(workspace, q, page_view)
     if chosen == "reference":
         return draft_attention_ref(*tensors, **kind)
-    _check_kernel_call(q, out=out, workspace=workspace)
+    _check_kernel_call(q, lse, out=out, workspace=workspace)
     return _launch_draft_attention(*tensors, **kind, workspace=workspace)
 
 # %% ../notebooks/04_attention.ipynb #b2dc9c31
@@ -1424,7 +1436,7 @@ def prefill_attention(
     _check_bounds(row_start_loc, q.shape[0])
     chosen = explain_backend(page_view, causal=True, sliding_window=sliding_window, backend=backend).name
     if chosen == "triton":
-        _check_kernel_call(q, out=out)
+        _check_kernel_call(q, lse, out=out)
     run = {"reference": prefill_attention_ref, "triton": _launch_prefill_attention}[chosen]
     return run(
         q, page_view, block_table, row_start_loc, ctx_starts, ctx_lens, k_new, v_new,

@@ -972,7 +972,7 @@ def test_no_table_entry_past_a_requests_row_is_read(touched, lens, starts, width
 
 
 def test_products_of_strides_are_64_bit():
-    """Pitfall 39 (vLLM PR 47671): heads and query rows 2^30 elements apart; only a few pages of memory are touched."""
+    """Pitfall 39 (vLLM PR 47671): heads of a page 2^30 elements apart; only a few pages of memory are touched."""
     if DEVICE == "cuda":
         pytest.skip("the GPU tests do it on real memory")
     memory = torch.empty(2**32, dtype=torch.uint8)  # address space, not memory
@@ -989,12 +989,18 @@ def test_products_of_strides_are_64_bit():
     got = _launch_draft_attention(q, view, table, i32([0]), i32([40]), *noise, config=SMALL)
     want = draft_attention_ref(q.double(), view, table, i32([0]), i32([40]), *noise)
     assert float((got.double() - want).norm() / want.norm()) < 3e-3
-    wide = torch.empty(2**30 + 64, dtype=torch.bfloat16)
-    spread = wide.as_strided((1, 2, 4, dim), (dim, 2**30, dim, 1)) if wide.numel() >= 2**30 + 4 * dim else None
-    spread.copy_(q)
-    out = torch.empty(2**30 + 64, dtype=torch.bfloat16).as_strided((1, 2, 4, dim), (dim, 2**30, dim, 1))
-    _launch_draft_attention(spread, view, table, i32([0]), i32([40]), *noise, config=SMALL, out=out)
-    assert torch.equal(out, got)
+
+
+@pytest.mark.parametrize("name", ["q", "out", "lse"])
+def test_rows_too_far_apart_for_32_bits_are_refused(name):
+    """Pitfall 39 at the other end: a request's rows are addressed in 32 bits, which the launcher checks."""
+    q = torch.zeros(2, 17, 1, 16)
+    tensors = {"q": q, "out": torch.zeros(2, 17, 1, 16), "lse": torch.zeros(2, 17, 1)}
+    attention._check_kernel_call(tensors["q"], tensors["lse"], out=tensors["out"])
+    tensor = tensors[name]
+    tensors[name] = torch.zeros(1, device="meta").as_strided(tensor.shape, (16, 2**27, 16, 1)[: tensor.dim()])
+    with pytest.raises(ValueError, match=f"^{name}: expected a request's rows within 2\\^31 elements"):
+        attention._check_kernel_call(tensors["q"], tensors["lse"], out=tensors["out"])
 
 
 @pytest.mark.parametrize("dtype", [FP8, F16])

@@ -284,3 +284,18 @@ def test_recorded_steps_and_windows_are_what_the_notebook_claims():
     for r in recorded("bench_attention_window"):
         times.setdefault((r["mode"], r["page_dtype"], r["window"], r["batch"]), {})[r["what"]] = float(r["us"])
     assert len(times) == 18 and all(t["window"] <= 1.2 * t["short"] for t in times.values())
+
+
+def test_readme_acceptance_of_each_mode_is_the_recorded_one():
+    """Through the kernels: fp8 within 1 % of bf16, fast too, and the target's outputs the same."""
+    gained, passes = Counter(), Counter()
+    for r in recorded("acceptance_attention"):
+        mode = r["draft_kv_dtype"], r["draft_attention_mode"]
+        gained[mode] += int(r["num_gained_tokens"])
+        passes[mode] += int(r["num_verify_passes"])
+        assert r["outputs_differ"] == "0" and r["device"] and r["commit"]
+    bf16, exact, fast = (gained[m] / passes[m] for m in (
+        ("bfloat16", "exact"), ("float8_e4m3fn", "exact"), ("float8_e4m3fn", "fast"),
+    ))
+    assert f"| {bf16:.3f}; {exact:.3f}; {fast:.3f} |" in (TOP / "README.md").read_text(encoding="utf-8")
+    assert min(exact, fast) > 0.99 * bf16
