@@ -356,7 +356,7 @@ def _head_offset(head, STRIDE: tl.constexpr):
     else:
         return head.to(tl.int64) * STRIDE
 
-
+# %% ../notebooks/04_attention.ipynb #bf8a6d1b
 @jit()
 def _load_keys(
     k_ptr, position, page, readable, K_STRIDES: tl.constexpr, TOKENS: tl.constexpr,
@@ -903,9 +903,9 @@ def _prefill_attention_kernel(
 class SplitBounds(NamedTuple):
     """How finely the context of one request may be cut."""
 
-    fine_splits: int  # at most so many splits of at least 512 tokens each
-    coarse_tokens: int  # a request of more than 4,096 tokens has more splits than that if each has so many tokens
-    max_splits: int  # and never more than these
+    fine_splits: int  # splits of up to 512 tokens, as long as there are no more than so many
+    coarse_tokens: int  # of over 4,096 tokens, more splits where fine ones would be longer than so many tokens
+    max_splits: int  # but never more than these
 
 
 def split_bounds(max_num_reqs: int, row_tiles: int, max_splits: int | None = None) -> SplitBounds:
@@ -1000,7 +1000,7 @@ class KernelConfig(NamedTuple):
 
     rows: int  # query rows (Q x G) of a tile
     tile: int  # tokens of a tile
-    stages: int  # tiles in flight
+    stages: int  # Triton's num_stages: a tile in flight takes two, one for its table entries and one for its rows
     warps: int
     programs: int  # of the persistent grid
     registers: int | None = None  # a thread, at most
@@ -1203,7 +1203,7 @@ class Backend(NamedTuple):
 
 BACKENDS = ("reference", "triton")
 
-
+# %% ../notebooks/04_attention.ipynb #379959d9
 def explain_backend(
     page_view: PageView,
     *,
@@ -1214,7 +1214,8 @@ def explain_backend(
 ) -> Backend:
     """Say which implementation `draft_attention` and `prefill_attention` run on these pages, and why.
 
-    Raises: the same `ValueError` as the call itself where nothing can serve it.
+    For queries of the pages' precision: others multiply wide pages in fp32. `prefill_attention` is causal and exact.
+    Raises: the same `ValueError` as the call itself where nothing can serve these pages.
     """
     _check_view(page_view)
     if not isinstance(causal, bool):
@@ -1232,6 +1233,8 @@ def explain_backend(
     what = f"{dtype} pages on {page_view.device} ({kind}{window})"
     if name == "reference":
         return Backend(name, f"plain torch for {what}: {'kernels need CUDA tensors' if backend is None else 'asked for'}")
+    if page_view.head_dim > 256:
+        raise ValueError(f"page_view: expected a head_dim of at most 256 on CUDA, got {page_view.head_dim}")
     if mode == "fast" and not _has_fp8(page_view.device):
         raise ValueError("mode: expected 'exact' below compute capability 8.9, which has no fp8 products, got 'fast'")
     how = {"torch.float32": "fp32 (IEEE)", "torch.float8_e4m3fn": "fp8" if mode == "fast" else "fp16"}
@@ -1306,8 +1309,6 @@ def _check_kernel_call(q, lse, **buffers) -> None:
     for name, tensor in (("q", q), ("out", buffers["out"]), ("lse", lse)):
         if tensor is not None and sum((n - 1) * s for n, s in zip(tensor.shape[1:], tensor.stride()[1:])) >= 2**31:
             raise ValueError(f"{name}: expected a request's rows within 2^31 elements, got strides {tensor.stride()}")
-    if q.shape[-1] > 256:
-        raise ValueError(f"q: expected a head_dim of at most 256 on CUDA, got {q.shape[-1]}")
     for name, value in buffers.items():
         if value is None:
             _check_not_capturing(name, q.device)
@@ -1358,7 +1359,7 @@ def _shape_of(value: object) -> str:
 
 # %% ../notebooks/04_attention.ipynb #0ff44025
 def draft_attention(
-    q: torch.Tensor,  # [R, Q, H, D] fp32, bf16 or fp16 (fp64 on a CPU), Q in 1..64
+    q: torch.Tensor,  # [R, Q, H, D] fp32, bf16, fp16 (CPU: fp64 too), RoPE applied; row j is at ctx_lens + j; Q <= 64
     page_view: PageView,
     block_table: torch.Tensor,  # [R, T] int32, page ids, -1 for none
     ctx_starts: torch.Tensor,  # [R] int32, first readable position
@@ -1368,19 +1369,19 @@ def draft_attention(
     *,
     causal: bool = False,  # orders the suffix among itself
     sliding_window: int | None = None,  # keeps keys with |q_pos - k_pos| < sliding_window
-    mode: str = "exact",  # "fast": fp8 products, for fp8 pages with V transposed
+    mode: str = "exact",  # "fast": fp8 products; fp8 pages of >= 16 tokens, V transposed; not causal; capability 8.9
     sm_scale: float | None = None,  # D**-0.5 where None
     out: torch.Tensor | None = None,  # [R, Q, H, D], dtype of q, mutated
     lse: torch.Tensor | None = None,  # [R, Q, H] fp32, mutated: natural log of the softmax's denominator
-    workspace: AttentionWorkspace | None = None,  # mutated; None: allocated for this call
+    workspace: AttentionWorkspace | None = None,  # mutated; None: one for R requests; a request's bits depend on it
     backend: str | None = None,  # None: as `explain_backend` says
 ) -> torch.Tensor:  # out
     """Attend from Q rows a request to its readable paged rows and to the Q dense rows of the suffix.
 
     Two launches on CUDA tensors, without waiting for the device; with `out` and `workspace` given it may be captured
     in a CUDA graph and replayed with other lengths and tables. Tensors of other devices run `draft_attention_ref`.
-    Relative errors against fp64 over the stored values: fp32 1e-5, bf16, fp16 and fp8 exact 3e-3, fp8 fast 5e-2 (in
-    fast mode weights below 2^-18 of their row's largest vanish: with an attention sink more may be lost).
+    Relative errors against fp64 over normal random values: fp32 1e-5, bf16, fp16 and fp8 exact 3e-3, fp8 fast 5e-2 (more
+    with large logits; its weights below 2^-18 of a row's largest vanish, which an attention sink may make of all).
 
     Raises: `ValueError` naming the argument, what was expected and what came, before anything is written (with debug
     checks also for negative starts or lengths); `RuntimeError` where a graph is captured without out and workspace.
@@ -1404,7 +1405,7 @@ def prefill_attention(
     q: torch.Tensor,  # [N, H, D] fp32, bf16 or fp16 (fp64 on a CPU)
     page_view: PageView,
     block_table: torch.Tensor,  # [R, T] int32, page ids, -1 for none
-    row_start_loc: torch.Tensor,  # [R+1] int32, rows of request r are [r]..[r+1]; none: padded
+    row_start_loc: torch.Tensor,  # [R+1] int32 from 0 on, rows of request r are [r]..[r+1]; none: padded
     ctx_starts: torch.Tensor,  # [R] int32, first readable position
     ctx_lens: torch.Tensor,  # [R] int32, rows in pages before this chunk
     k_new: torch.Tensor,  # [N, n_kv, D], RoPE applied: this chunk's own rows

@@ -653,7 +653,7 @@ class Engine(StepRunner):
     `max_seq_len` tokens (default: 1024, or the model's limit where that is less). `max_step_tokens` bounds the rows of one target pass, so longer prompts are
     prefilled in chunks. `kv_dtype` is the pages' dtype by name (default: the model's), `draft_kv_dtype`
     "inherit" or the draft's own, fp8 with the drafter's calibrated scales; `draft_attention_mode` "fast" reads
-    fp8 pages with fp8 products. Raises `ValueError`
+    them with fp8 products (paged, `draft_kv_dtype="float8_e4m3fn"`, pages of 16 tokens or more, no causal layer). Raises `ValueError`
     naming the argument that doesn't fit.
     """
 
