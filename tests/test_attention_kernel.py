@@ -927,6 +927,21 @@ def test_nothing_that_is_compiled_in_depends_on_the_batch(compiled_in):
         assert len({repr(sorted(c.items())) for n, c in compiled_in if n == name}) == 1, name
 
 
+@pytest.mark.parametrize("max_num_reqs", [3, 300])
+def test_requests_are_cut_into_as_many_splits_as_the_rule_says(max_num_reqs):
+    """`num_splits_ref`, which the notebook draws, is what the kernel does: partials appear for so many splits."""
+    lens = [400, 1300, 5000]
+    case = make(lens, heads=1, kv_heads=1, num_query_rows=1, tokens=256)
+    workspace = AttentionWorkspace.allocate(max_num_reqs, 1, 1, 1, 16, device=DEVICE, max_splits=8)
+    workspace.partial_lse.fill_(math.nan)
+    config = KernelConfig(rows=16, tile=128, stages=2, warps=4, programs=3)
+    _launch_draft_attention(*arguments_of(case), workspace=workspace, config=config)
+    written = ~workspace.partial_lse.view(max_num_reqs, 8, 16)[:3, :, 0].isnan()
+    splits = [attention.num_splits_ref(n, workspace.bounds) for n in lens]
+    assert splits == ([1, 3, 8] if max_num_reqs == 3 else [1, 1, 3])
+    assert written.sum(1).tolist() == [n if n > 1 else 0 for n in splits]
+
+
 @pytest.fixture
 def touched(monkeypatch):
     """Every address that an interpreted kernel reads or writes, as (lowest, highest) of each access."""
