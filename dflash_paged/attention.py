@@ -948,7 +948,7 @@ class AttentionWorkspace:
         device: torch.device | str = "cuda",
         max_splits: int | None = None,  # None: what keeps the whole machine busy; 1 splits nothing
     ) -> "AttentionWorkspace":
-        """Allocate zeroed buffers. Raises `ValueError` for sizes below 1 or heads that don't divide."""
+        """Allocate them; only the counter is filled. Raises `ValueError` for sizes below 1 or heads that don't divide."""
         check_int("max_num_reqs", max_num_reqs, 1, MAX_NUM_REQS)
         check_int("num_query_rows", num_query_rows, 1, MAX_QUERY_ROWS)
         for name, value in (("num_q_heads", num_q_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
@@ -969,7 +969,7 @@ def _allocate(max_num_reqs, geometry, device, max_splits) -> AttentionWorkspace:
     row_tiles = kv_heads * ceil_div(num_rows * (heads // kv_heads), rows)
     bounds = split_bounds(max_num_reqs, row_tiles, max_splits)
     cells = max_num_reqs * row_tiles * rows * bounds.max_splits if bounds.max_splits > 1 else 0
-    partial, lse = (torch.zeros(n, dtype=torch.float32, device=device) for n in (cells * dim, cells))
+    partial, lse = (torch.empty(n, dtype=torch.float32, device=device) for n in (cells * dim, cells))
     counter = torch.zeros(1, dtype=torch.int32, device=device)
     return AttentionWorkspace(partial, lse, counter, max_num_reqs, geometry, bounds)
 
@@ -1003,7 +1003,6 @@ class KernelConfig(NamedTuple):
     stages: int  # Triton's num_stages: a tile in flight takes two, one for its table entries and one for its rows
     warps: int
     programs: int  # of the persistent grid
-    registers: int | None = None  # a thread, at most
 
 
 def tile_rows(rows: int, head_dim: int) -> int:
@@ -1122,7 +1121,7 @@ def _launch_draft_attention(
             float(dim**-0.5 if sm_scale is None else sm_scale), CAUSAL=causal, TILE=config.tile,
             STAGES=config.stages, SUFFIX_TILE=16 if wide else min(max(power_of_two(num_rows), 16), 32),
             REQ_TILE=max(power_of_two(workspace.max_num_reqs), 64), num_warps=config.warps,
-            maxnreg=config.registers, **shared, **sizes,
+            **shared, **sizes,
         )
         try:
             _launch_combine(
