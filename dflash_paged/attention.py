@@ -523,9 +523,9 @@ def _page_queries(q, logit_scale, COMPUTE: tl.constexpr, PAGE_TYPE: tl.constexpr
     """q [ROWS, DIM_TILE] for products with pages, and the factor of their logits, in units of log2."""
     if COMPUTE == "exact8" or COMPUTE == "fast8":
         x = q.to(tl.float32)
-        size = tl.abs(x)
+        size = tl.max(tl.abs(x), 1)
         size = tl.where(size < float("inf"), size, 0.0)  # an infinity or NaN spoils its own row alone
-        largest = tl.maximum(tl.max(tl.max(size, 1), 0), 1e-30)
+        largest = tl.maximum(tl.max(size, 0), 1e-30)
         if COMPUTE == "exact8":
             # The power of two that moves the largest value into [2^14, 2^15).
             factor = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * (1.0 / 16384)
@@ -533,7 +533,7 @@ def _page_queries(q, logit_scale, COMPUTE: tl.constexpr, PAGE_TYPE: tl.constexpr
         else:
             factor = largest * (1.0 / 448)
             x = (x * (1.0 / factor)).to(tl.float8e4nv)
-        return x, logit_scale * factor + 1e-37  # never 0: -inf * 0 would be NaN
+        return x, tl.fma(logit_scale, factor, 1e-37)  # never 0: -inf * 0 would be NaN
     elif COMPUTE == "fp32":
         return q.to(tl.float32), logit_scale
     else:
