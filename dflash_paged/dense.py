@@ -80,7 +80,7 @@ class DenseBuffer(DenseTensors):
 class DenseContext(DenseBuffer):
     """The draft context in the dense buffer, with the interface of `PagedContext`."""
 
-    name = "dense"
+    name, restores_prefix = "dense", False
     step: DraftStep | None = None
 
     def _rows(self, step: DraftStep) -> tuple[torch.Tensor, torch.Tensor]:

@@ -602,7 +602,7 @@ class PagedContext:
     request, so nothing has to be begun or ended.
     """
 
-    name = "paged"
+    name, restores_prefix = "paged", True  # a prefix hit brings the draft rows back
 
     def __init__(
         self, model: DraftModel, pages: Sequence[PageView], layer_to_group: Sequence[int], *,
@@ -611,7 +611,7 @@ class PagedContext:
     ):
         if len(pages) != model.config.num_hidden_layers:
             raise ValueError(f"pages: expected {model.config.num_hidden_layers} draft layers, got {len(pages)}")
-        self.model, self.pages, self.layer_to_group = model, list(pages), list(layer_to_group)
+        self.model, self.pages, self.layer_to_group = model, pages, list(layer_to_group)
         self.mode, self.workspaces = mode, workspaces
         self.step: DraftStep | None = None
 

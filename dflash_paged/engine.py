@@ -6,7 +6,7 @@
 __all__ = ['CONTEXTS', 'KV_DTYPES', 'DRAFT_KV_DTYPES', 'RefusedRequest', 'RequestStats', 'RequestResult', 'RunningRequest',
            'emit_tokens', 'count_accepted', 'pick_num_draft_tokens', 'make_context', 'check_models',
            'pick_draft_kv_dtype', 'pick_v_layout', 'draft_layer_specs', 'set_draft_scales', 'EngineState',
-           'blocks_at_end', 'has_room', 'admit', 'StepPlan', 'plan_step', 'decode_rows', 'prefill_rows',
+           'most_blocks', 'has_room', 'admit', 'StepPlan', 'plan_step', 'decode_rows', 'prefill_rows',
            'build_target_batch', 'accept', 'draft_next', 'settle', 'save', 'restore', 'deliver', 'result_of', 'finish',
            'record_draft_bytes', 'token_list', 'check_prompt', 'check_ever_fits', 'abort_request', 'RequestQueue',
            'StepRunner', 'Engine']
@@ -25,8 +25,9 @@ from .block_table import build_draft_inputs, build_verify_inputs, slots_of_posit
 from .checks import NO_TOKEN, check_choice, check_int, check_tokens_per_block
 from .dense import DenseContext
 from .drafter import DraftModel, DraftStep, PagedContext, check_drafter_fits, check_kv_scales, draft_tokens
-from .manager import KVCacheManager
+from .manager import KVCacheManager, describe_group
 from .memory import LayerSpec
+from .pools import LayerPages
 from .target import PagedTarget, TargetBatch
 
 CONTEXTS = ("paged", "dense")
@@ -155,9 +156,8 @@ def make_context(
         max_ctx = min(max_seq_len, drafter.config.max_position_embeddings)
         return DenseContext(drafter, max_batch_size, max_ctx, target.dtype, target.device)
     ids = range(target.num_layers, target.num_layers + drafter.config.num_hidden_layers)
-    pages = [manager.page_view(i) for i in ids]
     groups = [manager.layer_to_group[i] for i in ids]
-    return PagedContext(drafter, pages, groups, mode=mode, workspaces=workspaces)
+    return PagedContext(drafter, LayerPages(manager, ids), groups, mode=mode, workspaces=workspaces)
 
 # %% ../notebooks/08_engine.ipynb #e249600f
 def check_models(target: object, drafter: object) -> None:
@@ -218,6 +218,7 @@ class EngineState:
         self, target, drafter=None, *, num_draft_tokens=None, context="paged", max_batch_size=4,
         max_seq_len=None, max_step_tokens=1024, tokens_per_block=32, num_blocks=None, kv_cache_bytes=None,
         kv_dtype=None, draft_kv_dtype="inherit", draft_attention_mode="exact", enable_prefix_reuse=True,
+        missing_draft_policy="mask", recompute_tail_tokens=256,
     ):
         check_choice("context", context, CONTEXTS)
         self.tokens_per_block = check_tokens_per_block(tokens_per_block)
@@ -242,14 +243,15 @@ class EngineState:
             tokens_per_block=tokens_per_block, num_blocks=num_blocks, kv_cache_bytes=kv_cache_bytes,
             max_seq_len=max_seq_len, max_batch_size=max_batch_size, device=target.device,
             num_lookahead_tokens=self.num_query_rows, enable_prefix_reuse=enable_prefix_reuse,
-            draft_kv_dtype=draft_dtype,
+            draft_kv_dtype=draft_dtype, missing_draft_policy=missing_draft_policy,
+            recompute_tail_tokens=recompute_tail_tokens,
         )
         if draft_dtype == "float8_e4m3fn" and draft_specs:
             set_draft_scales(self.manager, self.drafter, target.num_layers)
         where = (context, max_batch_size, max_seq_len, draft_attention_mode, self.workspaces)
         self.context = self.drafter and make_context(target, self.drafter, self.manager, *where)
         self.draft_row_bytes = sum(s.bytes_per_token for s in draft_specs)
-        self.target_pages = [self.manager.page_view(i) for i in range(target.num_layers)]
+        self.target_pages = LayerPages(self.manager, range(target.num_layers))
         self.waiting, self.running = deque[RunningRequest](), list[RunningRequest]()
         self.num_requests = self.num_sequences = 0
         self.finished: list[RequestResult] = []  # not yet returned by a step
@@ -257,21 +259,25 @@ class EngineState:
         self.peak_draft_bytes = (0, 0)  # reserved, used
 
 # %% ../notebooks/08_engine.ipynb #dd4d88c4
-def blocks_at_end(state: EngineState, request: RunningRequest) -> int:
-    """Most blocks that `request` ever holds: prompt, output and lookahead."""
-    rows = request.prompt_len + request.max_new_tokens + state.num_query_rows
-    return -(-min(rows, state.max_seq_len) // state.tokens_per_block)
+def most_blocks(state: EngineState, request: RunningRequest) -> list[int]:
+    """Most blocks that `request` ever holds, a group: prompt, output and lookahead, or what a window keeps."""
+    rows, limits = request.prompt_len + request.max_new_tokens, state.manager.limits
+    return [limits.most_blocks(rows, group.window, state.max_step_tokens) for group in state.manager.groups]
 
 
 def has_room(state: EngineState, request: RunningRequest) -> bool:
-    """Whether the pool can hold `request` to its end beside all that runs, to its end."""
+    """Whether every group can hold `request` to its end beside all that runs, to its end."""
     manager = state.manager
-    promised = sum(blocks_at_end(state, r) - manager.num_held_blocks(r.cache_id) for r in state.running)
-    (needed,) = manager.blocks_to_admit(
+    needed = manager.blocks_to_admit(
         request.tokens, request.prompt_len + request.max_new_tokens,
-        salt=request.salt, reuse_prefix=request.reuse_prefix,
+        salt=request.salt, reuse_prefix=request.reuse_prefix, chunk_tokens=state.max_step_tokens,
     )
-    return promised + needed <= manager.num_available_blocks()
+    most = [(r.cache_id, most_blocks(state, r)) for r in state.running]
+    for group in range(manager.num_groups):
+        promised = sum(blocks[group] - manager.num_held_blocks(i, group) for i, blocks in most)
+        if promised + needed[group] > manager.num_available_blocks(group):
+            return False
+    return True
 
 
 def admit(state: EngineState) -> None:
@@ -284,9 +290,9 @@ def admit(state: EngineState) -> None:
         )
         stats = request.stats
         stats.num_reused_tokens, stats.num_reused_blocks = start.num_reused_tokens, start.num_reused_blocks
-        # Without draft rows of the reused span (dense), the context starts behind it.
-        dense = state.context is not None and state.context.name == "dense"
-        stats.ctx_start = start.num_reused_tokens if dense else start.ctx_start
+        # A context outside the manager has no rows of the reused span: it starts behind it.
+        restored = state.context is None or state.context.restores_prefix
+        stats.ctx_start = start.ctx_start if restored else start.num_reused_tokens
         try:
             if state.context is not None:
                 state.context.begin(cache_id, stats.ctx_start)
@@ -510,9 +516,8 @@ def record_draft_bytes(state: EngineState, num_kept: int) -> None:
     if state.context.name == "dense":
         now = (state.context.reserved_bytes, state.context.used_bytes)
     else:
-        blocks = state.manager.stats().num_referenced
         rows = num_kept + sum(r.num_rows for r in state.running)
-        now = (blocks * state.tokens_per_block * state.draft_row_bytes, rows * state.draft_row_bytes)
+        now = (state.manager.stats().used_draft_bytes, rows * state.draft_row_bytes)
     state.peak_draft_bytes = max(state.peak_draft_bytes, now, key=lambda pair: pair[1])
 
 # %% ../notebooks/08_engine.ipynb #5fe794cd
@@ -555,13 +560,13 @@ def check_prompt(state: EngineState, prompt: Sequence[int], max_new_tokens: int,
 # %% ../notebooks/08_engine.ipynb #913069aa
 def check_ever_fits(state: EngineState, request: RunningRequest) -> None:
     """Raise `RefusedRequest` with the numbers if even an empty pool can't hold the request to its end."""
-    needed, have = blocks_at_end(state, request), state.manager.num_blocks
-    if needed > have:
-        raise RefusedRequest(
-            f"request of {request.prompt_len} prompt + {request.max_new_tokens} new tokens needs {needed} blocks "
-            f"of {state.tokens_per_block} tokens ({state.num_query_rows} lookahead tokens included), "
-            f"the pool has {have}: give it more blocks, or ask for fewer tokens"
-        )
+    for needed, group in zip(most_blocks(state, request), state.manager.groups):
+        if needed > group.num_blocks:
+            raise RefusedRequest(
+                f"request of {request.prompt_len} prompt + {request.max_new_tokens} new tokens needs {needed} blocks "
+                f"of {state.tokens_per_block} tokens ({state.num_query_rows} lookahead tokens included), "
+                f"the pool has {group.num_blocks} ({describe_group(group)}): give it more blocks, or ask for fewer tokens"
+            )
 
 
 def abort_request(state: EngineState, request_id: int) -> RequestResult:

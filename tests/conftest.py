@@ -63,6 +63,14 @@ def poison_pages(manager) -> None:
         pool.fill_(float("nan"))
 
 
+def poison_free_blocks(manager) -> None:
+    """NaN into what nobody holds and the index doesn't know, those that a window gave back among it."""
+    for group, pools in enumerate(manager.pools.group_tensors):
+        free = [block for block, owner in enumerate(manager.block_owners(group)) if owner == "free"]
+        for pool in pools:
+            pool[free] = float("nan")
+
+
 class DraftRollout:
     """Requests that grow by given numbers of kept rows, over pages that start as NaN: a draft pass's data.
 
@@ -89,7 +97,7 @@ class DraftRollout:
         poison_pages(self.manager)
         model.ensure_positions(max_seq_len + config.draft_block_size)
         self.paged = PagedContext(model, [self.manager.page_view(1 + i) for i in range(config.num_hidden_layers)],
-                                  [0] * config.num_hidden_layers)
+                                  self.manager.layer_to_group[1:])
         width = len(config.target_layer_ids) * config.hidden_size
         self.features = self.randn(len(starts), max_seq_len, width)
         self.ids = list(range(len(starts)))
@@ -134,6 +142,7 @@ class DraftRollout:
         """The step is over: its kept rows count."""
         self.manager.update_resources([(i, [1] * k) for i, k in zip(self.ids, self.kept)])
         self.manager.check_invariants()
+        poison_free_blocks(self.manager)
 
     def steps(self, first, later):
         """Run a prefill of `first[r]` rows, then passes that keep `later[s][r]`; yields (DraftStep, features)."""

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from conftest import make_tiny_drafter, make_tiny_target, poison_pages
+from conftest import make_tiny_drafter, make_tiny_target, poison_free_blocks, poison_pages
 from test_drafter import plain_attention
 
 from dflash_paged.engine import Engine, RefusedRequest
@@ -81,8 +81,11 @@ def watched(engine: Engine) -> Engine:
         assert sum(num_new or engine.num_query_rows for _, num_new in batch) <= engine.max_step_tokens
         prepare(batch)
         for i, num_new in batch:
-            rows = min(manager.num_tokens(i) + num_new + engine.num_draft_tokens + 1, engine.max_seq_len)
-            assert manager.num_held_blocks(i) == math.ceil(rows / size), f"{rows} rows"
+            stored = manager.num_tokens(i)
+            rows = min(stored + num_new + engine.num_draft_tokens + 1, engine.max_seq_len)
+            for group, spec in enumerate(manager.groups):
+                passed = 0 if spec.window is None else max(0, stored - spec.window + 1) // size
+                assert manager.num_held_blocks(i, group) == math.ceil(rows / size) - passed, f"{rows} rows"
 
     def checked_step():
         assert next(num_steps, None) is not None, "requests wait for ever"
@@ -92,7 +95,10 @@ def watched(engine: Engine) -> Engine:
             manager.check_invariants()
             for request in engine.running:
                 rows = manager.num_tokens(request.cache_id)
-                assert rows == request.num_rows and manager.num_held_blocks(request.cache_id) == math.ceil(rows / size)
+                assert rows == request.num_rows
+                for group, spec in enumerate(manager.groups):
+                    passed = 0 if spec.window is None else max(0, rows - spec.window + 1) // size
+                    assert manager.num_held_blocks(request.cache_id, group) == math.ceil(rows / size) - passed
             poison_unused(engine)
 
     manager.prepare_resources, engine.step = checked_prepare, checked_step
@@ -102,21 +108,22 @@ def watched(engine: Engine) -> Engine:
 def poison_unused(engine: Engine) -> None:
     """NaN into free blocks, and into the rows of held blocks that no kept token occupies."""
     manager, size = engine.manager, engine.tokens_per_block
-    free = [block for block, owner in enumerate(manager.block_owners()) if owner == "free"]
-    for pool in manager.pools.tensors:
-        pool[free] = float("nan")
-        for request in engine.running:
-            used = request.num_rows % size
-            if used:
-                last = manager.get_batch_cache_indices([request.cache_id])[0][-1]
-                pool[last, :, :, used:] = float("nan")
+    poison_free_blocks(manager)
+    for group, spec in enumerate(manager.groups):
+        for pool in manager.pools.group_tensors[group]:
+            for request in engine.running:
+                used = request.num_rows % size
+                if used:
+                    last = manager.get_batch_cache_indices([request.cache_id], spec.layers[0])[0][-1]
+                    pool[last, :, :, used:] = float("nan")
 
 
 def assert_all_blocks_back(engine: Engine) -> None:
     stats = engine.manager.stats()
     assert not engine.running and not engine.waiting and stats.num_referenced == 0
-    assert stats.num_free + stats.num_cached == engine.manager.num_blocks
-    assert stats.num_cached == stats.num_published
+    assert all(g.num_free + g.num_cached == g.num_blocks for g in stats.groups)
+    if len(stats.groups) == 1:
+        assert stats.num_cached == stats.num_published
     if engine.context is not None and engine.context.name == "dense":
         assert not engine.context.slot_of and len(engine.context.free_slots) == engine.max_batch_size
 
@@ -329,10 +336,11 @@ def test_a_prefix_hit_drafts_from_the_rows_that_exist(make, oracle, tiny_drafter
         assert engine.manager.withhold_draft_rows() > 0
     hits = engine.generate(prompts, 14, stop_token_ids=[])
     for prompt, hit in zip(prompts, hits):
-        reused = (len(prompt) - 1) // 8
-        assert (hit.stats.num_reused_blocks, hit.stats.num_reused_tokens) == (reused, 8 * reused)
-        assert hit.stats.ctx_start == (0 if context == "paged" and not withhold else 8 * reused)
-        assert hit.stats.num_prefill_tokens == len(prompt) - 8 * reused
+        blocks = (len(prompt) - 1) // 8
+        reused = 8 * blocks if withhold else len(prompt) - 1  # the rest of the prompt begins a block of the first run
+        assert (hit.stats.num_reused_blocks, hit.stats.num_reused_tokens) == (blocks, reused)
+        assert hit.stats.ctx_start == (0 if context == "paged" and not withhold else reused)
+        assert hit.stats.num_prefill_tokens == len(prompt) - reused
         assert hit.token_ids == oracle(prompt, 14)
     assert_drafts_right(script.real_log, oracle, tiny_drafter)
     again = sorted((tokens, drafts) for tokens, _, drafts in script.real_log)

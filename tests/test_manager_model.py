@@ -6,13 +6,13 @@ reads it back through the block tables: a row restored, shared, moved or overwri
 """
 
 import os
+from array import array
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_manager import snapshot
 
 from dflash_paged.manager import KVCacheManager, OutOfBlocks, RequestError
 from dflash_paged.memory import LayerSpec
@@ -226,6 +226,7 @@ class ManagerMachine(RuleBasedStateMachine):
             num_lookahead_tokens=LOOKAHEAD,
             kv_layout=self.kv_layout,
             missing_draft_policy=self.policy,
+            enable_partial_reuse=False,
         )
         self.model, self.pages = Model(self.policy), Pages(self.manager)
         self.prompts: dict[int, list[int]] = {}
@@ -294,12 +295,12 @@ class ManagerMachine(RuleBasedStateMachine):
         """One batch: reserve for all or nobody, write every reserved row, keep some, give the rest back."""
         kept = {i: self.next_tokens(data, i) for i in ids}
         plan = [(i, len(kept[i]) if self.is_prefill(i) else 0) for i in ids]
-        before, fits = snapshot(self.manager), self.manager.can_prepare(plan)
+        before, fits = self.manager.dump(), self.manager.can_prepare(plan)
         assert self.model.reserve(plan) == fits
         if not fits:
             with pytest.raises(OutOfBlocks):
                 self.manager.prepare_resources(plan)
-            assert snapshot(self.manager) == before, "a failed call changed something"
+            assert self.manager.dump() == before, "a failed call changed something"
             if data.draw(st.sampled_from([True, True, False]), label="make room"):
                 self.end(data.draw(st.sampled_from(ids), label="victim"))
             return
@@ -332,10 +333,10 @@ class ManagerMachine(RuleBasedStateMachine):
         request = self.model.requests[request_id]
         limit = len(request.tokens) - len(request.known) * TPB
         count = data.draw(st.integers(0, limit), label="rows")
-        before = snapshot(self.manager)
+        before = self.manager.dump()
         with pytest.raises(ValueError, match="published"):
             self.manager.rewind(request_id, limit + 1)
-        assert snapshot(self.manager) == before
+        assert self.manager.dump() == before
         self.manager.rewind(request_id, count)
         del request.tokens[len(request.tokens) - count :]
         self.model.settle(request)
@@ -370,7 +371,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.pages.poison(cached, range(2, 3))
 
     def bad_calls(self, data):
-        before, m = snapshot(self.manager), self.manager
+        before, m = self.manager.dump(), self.manager
         with pytest.raises(KeyError):
             m.free_resources(self.next_id)
         for request_id in self.finished[-2:]:
@@ -389,7 +390,7 @@ class ManagerMachine(RuleBasedStateMachine):
             too_many = self.model.requests[request_id].end - len(self.model.requests[request_id].tokens) + 1
             with pytest.raises(ValueError, match="reserved"):
                 m.update_resources([(request_id, [0] * too_many)])
-        assert snapshot(self.manager) == before
+        assert self.manager.dump() == before
 
     @invariant()
     def agree(self):
@@ -400,7 +401,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert (stats.num_published, stats.num_evictable) == (len(model.index), len(evictable))
         assert (stats.num_evicted, stats.hit_tokens) == (model.evicted, model.hits)
         assert stats.num_referenced == len(model.held())
-        assert [self.path(block) for block in m._ledger.index.evictable] == evictable, "eviction order"
+        assert [self.path(block) for block in m._ledger.pools[0].evictable] == evictable, "eviction order"
         for request_id, request in model.requests.items():
             assert m.num_tokens(request_id) == len(request.tokens)
             assert m.num_held_blocks(request_id) == cdiv(request.end, TPB) == len(request.copies)
@@ -409,9 +410,10 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def path(self, block: int) -> tuple:
         """(salt, *tokens) that lead to a published block, its own included."""
-        node, path = self.manager._ledger.index.node_of_block[block], ()
+        node, path = self.manager._ledger.pools[0].node_of_block[block], ()
         while node is not None:
-            node, path = node.parent, (*node.tokens, *path)
+            own = (node.tokens,) if node.parent is None else array("i", node.tokens)  # a root has its salt
+            node, path = node.parent, (*own, *path)
         return path
 
     def teardown(self):

@@ -62,9 +62,10 @@ class PagedRun:
         for i, tokens in enumerate(self.tokens):
             self.manager.add_sequence(i, tokens)
 
-    def slots(self, i, first, last):
+    def slots(self, i, first, last, group=0):
         """Slots of positions first..last-1 by hand."""
-        table, size = self.manager.get_batch_cache_indices([i])[0], self.manager.tokens_per_block
+        layer, size = self.manager.groups[group].layers[0], self.manager.tokens_per_block
+        table = self.manager.get_batch_cache_indices([i], layer)[0]
         return [table[p // size] * size + p % size for p in range(first, last)]
 
     def batch(self, decode=(), prefill=()) -> TargetBatch:
@@ -78,7 +79,9 @@ class PagedRun:
         return TargetBatch(
             token_ids=torch.tensor([t for i, a, b in spans for t in self.tokens[i][a:b]]),
             positions=torch.tensor([p for _, a, b in spans for p in range(a, b)]),
-            slot_mapping=torch.tensor([[s for i, a, b in spans for s in self.slots(i, a, b)]]),
+            slot_mapping=torch.tensor([
+                [s for i, a, b in spans for s in self.slots(i, a, b, g)] for g in range(self.manager.num_groups)
+            ]),
             num_decode=len(decode), num_query_rows=Q,
             decode_tables=self.manager.block_tables(list(decode)), decode_lens=lens(decode),
             prefill_tables=self.manager.block_tables(chunks), prefill_lens=lens(chunks),
