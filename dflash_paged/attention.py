@@ -883,7 +883,8 @@ def _prefill_attention_kernel(
     real, at = (local < CHUNK * GROUP) & (row < end - begin), (begin + row).to(tl.int64)
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     total, acc = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, DIM_TILE), tl.float32)
-    k_factor, v_scale = sm_scale * _LOG2_E, 1.0
+    k_factor = sm_scale * _LOG2_E  # by itself: in an assignment of two the interpreter leaves a constexpr around it
+    v_scale = 1.0
     if HAS_SCALE:
         k_factor, v_scale = k_factor * tl.load(k_scale_ptr + head), tl.load(v_scale_ptr + head)
     if owner < num_reqs:
