@@ -84,12 +84,8 @@ def check_tokens(name: str, tokens: Iterable[int]) -> array:
     if isinstance(tokens, array) and tokens.typecode == "i":
         return tokens
     tokens = tokens if isinstance(tokens, (list, tuple)) else list(tokens)
-    bad = None
-    if tokens and set(map(type, tokens)) != {int}:
-        bad = next(t for t in tokens if type(t) is not int)
-    elif tokens and not (0 <= min(tokens) and max(tokens) <= MAX_TOKEN_ID):
-        bad = next(t for t in tokens if not 0 <= t <= MAX_TOKEN_ID)
-    if bad is not None:
+    if tokens and (set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) > MAX_TOKEN_ID):
+        bad = next(t for t in tokens if type(t) is not int or not 0 <= t <= MAX_TOKEN_ID)
         raise ValueError(f"{name}: expected ints from 0 to 2**31 - 1 (.tolist() of a tensor), got {bad!r}")
     return array("i", tokens)
 
@@ -520,7 +516,8 @@ def check_tree(ledger: BlockLedger, holders: Sequence[Counter]) -> None:
         for group, block in enumerate(node.blocks):
             known = block < 0 or ledger.pools[group].node_of_block[block] is node
             assert known, f"group {group}, block {block}: a node's block means something else"
-            assert block >= 0 or not node.draft_missing >> group & 1, "draft rows missing in no block"
+            both = ledger.groups[group].has_target and ledger.groups[group].has_draft
+            assert (block >= 0 and both) or not node.draft_missing >> group & 1, "draft rows missing in no block"
         assert max(node.blocks) >= 0 or node.children, "a node that offers nothing"
         if not ledger.has_anchor:
             continue

@@ -589,9 +589,11 @@ class _Prompts(_Lookup):
     def _find(self, prompt: Prompt, reuse_prefix: bool) -> Hit:
         if not (self.enable_prefix_reuse and reuse_prefix):
             return Hit([])
-        return self._ledger.find(
-            prompt, self.missing_draft_policy, self.recompute_tail_tokens, self.enable_partial_reuse
-        )
+        rules = (self.missing_draft_policy, self.recompute_tail_tokens)
+        hit = self._ledger.find(prompt, *rules, self.enable_partial_reuse)
+        if hit.source and not all(self._has_room_for_copy(hit, group) for group in range(self.num_groups)):
+            hit = self._ledger.find(prompt, *rules, partial=False)
+        return hit
 
     def _held_of_hit(self, hit: Hit, group: int) -> tuple[int, list[int]]:
         """(index of the first block that a hit needs in `group`, the blocks from there on, -1 for a hole)."""
@@ -606,6 +608,13 @@ class _Prompts(_Lookup):
             return sum(node.pins == 0 for node in hit.nodes)
         counts = self._ledger.pools[group].ref_counts
         return sum(block >= 0 and counts[block] == 0 for block in blocks)
+
+    def _has_room_for_copy(self, hit: Hit, group: int) -> bool:
+        """Whether a block is left for a hit's copy, beside what the hit and its source take."""
+        pool, block = self._ledger.pools[group], hit.source.blocks[group]
+        anchored = group == 0 and self._ledger.has_anchor
+        is_idle = block >= 0 and (hit.source.pins == 0 if anchored else pool.ref_counts[block] == 0)
+        return pool.num_available - self._idle_of_hit(hit, group) - is_idle >= 1
 
 # %% ../notebooks/05_manager.ipynb #cb3f766d
 class _Arrivals(_Prompts):
@@ -657,19 +666,20 @@ class _Arrivals(_Prompts):
         seq.nodes, seq.ctx_start = list(hit.nodes), hit.ctx_start
         self._await_marks(hit)
         try:
-            copied = hit.num_copied_tokens if hit.source and self._copy_partial(seq, hit.source) else 0
+            if hit.source:
+                self._copy_partial(seq, hit.source)
         except BaseException:
             self._let_go(seq)
             seq.nodes, seq.ctx_start = [], 0
             if kind == "added":
                 del self._sequences[seq.request_id]
             raise
-        num_tokens = len(hit.nodes) * self.tokens_per_block + copied
+        num_tokens = len(hit.nodes) * self.tokens_per_block + hit.num_copied_tokens
         seq.tokens, seq.reserved_end = prompt.tokens[:num_tokens], num_tokens
         self._hit_tokens += num_tokens
         self._emit(kind, seq, num_tokens=num_tokens)
         self._deliver()
-        return SequenceStart(num_tokens, len(hit.nodes), seq.ctx_start, copied)
+        return SequenceStart(num_tokens, len(hit.nodes), hit.ctx_start, hit.num_copied_tokens)
 
     def _await_marks(self, hit: Hit) -> None:
         """The current stream reads the hit's rows only after they are stored."""
@@ -682,18 +692,12 @@ class _Arrivals(_Prompts):
 class _Copies(_Arrivals):
     """Pages that are copied because their block can't be shared."""
 
-    def _copy_partial(self, seq: SequenceState, source: PrefixNode) -> bool:
-        """Give a new request its own copy of a block; False, and nothing changed, without room for it."""
+    def _copy_partial(self, seq: SequenceState, source: PrefixNode) -> None:
+        """Give a new request its own copy of a block, for which `_find` saw room."""
         ledger = self._ledger
         for group, block in enumerate(source.blocks):
             if block >= 0:
                 ledger.hold(group, block)  # taking a block mustn't evict it
-        room = all(pool.num_available for pool in ledger.pools)
-        if not room:
-            for group, block in enumerate(source.blocks):
-                if block >= 0:
-                    ledger.drop(group, [block])
-            return False
         copies = []
         for group, block in enumerate(source.blocks):
             (own,) = ledger.take(group, 1)
@@ -707,7 +711,6 @@ class _Copies(_Arrivals):
             for group, block, _ in copies:
                 ledger.drop(group, [block])
             raise
-        return True
 
     def _copy_shared(self, shared: Sequence[tuple[SequenceState, int, int]]) -> None:
         """Copy on write: each sequence gets its own page in place of the one that it shares."""
@@ -748,6 +751,14 @@ class _Copies(_Arrivals):
 # %% ../notebooks/05_manager.ipynb #9f4ea271
 class _Admission(_Copies):
     """What a request would cost, asked without side effects."""
+
+    def find_prefix(
+        self, tokens: Sequence[int] | Prompt, *, salt: int | str | None = None
+    ) -> SequenceStart:
+        """What `add_sequence` would reuse of a prompt now; nothing is changed."""
+        hit = self._find(self._prompt(tokens, salt), True)
+        num_tokens = len(hit.nodes) * self.tokens_per_block + hit.num_copied_tokens
+        return SequenceStart(num_tokens, len(hit.nodes), hit.ctx_start, hit.num_copied_tokens)
 
     def blocks_to_admit(
         self,
@@ -1075,6 +1086,10 @@ class _Resumption(_Endings):
 class _Tables(_Resumption):
     """Block tables and what they cover."""
 
+    def live_requests(self) -> list[int]:
+        """Ids of the requests that hold blocks, in the order in which they came."""
+        return [i for i, seq in self._sequences.items() if seq.row >= 0]
+
     def num_tokens(self, request_id: int) -> int:
         """Committed rows of a request."""
         return len(self._sequence(request_id).tokens)
@@ -1245,7 +1260,9 @@ class _SequenceInvariants(_Invariants):
             for group, pool in enumerate(self._ledger.pools):
                 block = seq.blocks[group][i]
                 own = None if block < 0 else pool.node_of_block[block]
-                assert own is None or own is node, f"{name}: block {i} is published as another one"
+                # A twin's block may have been published anew by the other fork, under the same key.
+                known = own is None or own is node or (not node.alive and own.key == node.key)
+                assert known, f"{name}: block {i} is published as another one"
             if node.alive:
                 assert node.parent is parent, f"{name}: block {i} hangs on another prefix"
                 assert node.tokens == seq.tokens[i * size : (i + 1) * size].tobytes(), f"{name}: wrong tokens"
