@@ -165,8 +165,8 @@ class Staging:
     def send(self, values: np.ndarray) -> torch.Tensor:
         """`values` (any shape, C-contiguous) on the device, in the order of its current stream."""
         data = torch.from_numpy(values)
-        if self.device.type != "cuda":
-            return data.clone()
+        if self.device.type != "cuda" or not data.numel():
+            return data.clone().to(self.device)
         raw = data.reshape(-1).view(torch.uint8)
         entry = self._entry(raw.numel())
         entry[0][: raw.numel()].copy_(raw)
