@@ -13,6 +13,9 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from operator import is_not
 
 from .checks import PADDING_PAGE_ID, check_choice
 
@@ -84,10 +87,10 @@ def check_tokens(name: str, tokens: Iterable[int]) -> array:
     if isinstance(tokens, array) and tokens.typecode == "i":
         return tokens
     tokens = tokens if isinstance(tokens, (list, tuple)) else list(tokens)
-    if tokens and (set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) > MAX_TOKEN_ID):
-        bad = next(t for t in tokens if type(t) is not int or not 0 <= t <= MAX_TOKEN_ID)
-        raise ValueError(f"{name}: expected ints from 0 to 2**31 - 1 (.tolist() of a tensor), got {bad!r}")
-    return array("i", tokens)
+    if not tokens or ({*map(type, tokens)} == {int} and min(tokens) >= 0 and max(tokens) <= MAX_TOKEN_ID):
+        return array("i", tokens)
+    bad = next(t for t in tokens if type(t) is not int or not 0 <= t <= MAX_TOKEN_ID)
+    raise ValueError(f"{name}: expected ints from 0 to 2**31 - 1 (.tolist() of a tensor), got {bad!r}")
 
 
 def check_salt(salt: object) -> int | str | None:
@@ -149,6 +152,9 @@ def _tokens_of(node: PrefixNode) -> bytes:
     return node.tokens
 
 
+_is_known = partial(is_not, None)
+
+
 def common_bytes(a: bytes, b: bytes) -> int:
     """Length of the common prefix of two byte strings."""
     size = min(len(a), len(b))
@@ -172,13 +178,7 @@ class PrefixTree:
 
     def match(self, prompt: Prompt) -> list[PrefixNode]:
         """The longest known prefix in full blocks."""
-        found: list[PrefixNode] = []
-        get = self.nodes.get
-        for key in prompt.keys:
-            node = get(key)
-            if node is None:
-                break
-            found.append(node)
+        found = list(takewhile(_is_known, map(self.nodes.get, prompt.keys)))
         parents = [self.roots.get(prompt.salt), *found[:-1]]
         if [n.parent for n in found] != parents[: len(found)] or [n.tokens for n in found] != prompt.blocks[: len(found)]:
             same = (n.parent is p and n.tokens == b for n, p, b in zip(found, parents, prompt.blocks))
@@ -226,6 +226,7 @@ class BlockStates:
         self.tree = PrefixTree(len(groups))
         # A full group with target layers: a hit needs all its blocks, so a node lives as long as its block there.
         self.has_anchor = groups[0].window is None and groups[0].has_target
+        self.lacks_draft_rows = False  # some published block did, since the index was last cleared
         self.evictions: list[tuple[int, int]] | None = None  # (group, block), kept where somebody listens
 
     def _pin(self, node: PrefixNode) -> None:
@@ -358,6 +359,7 @@ class BlockPublication(BlockEviction):
                 pool.free.append(old)
             bit = 1 << group
             missing = draft_missing and spec.has_draft
+            self.lacks_draft_rows |= missing
             node.draft_missing = node.draft_missing | bit if missing else node.draft_missing & ~bit
 
     def _move(self, node: PrefixNode, group: int, block: int) -> None:
@@ -378,6 +380,7 @@ class BlockPublication(BlockEviction):
                 count += 1
                 if spec.has_target:
                     node.draft_missing |= 1 << group
+                    self.lacks_draft_rows = True
                 else:
                     self._detach(node, group)
             self.prune(node)
@@ -390,7 +393,7 @@ class BlockPublication(BlockEviction):
             for group, block in enumerate(node.blocks):
                 if block >= 0:
                     self._detach(node, group)
-        self.tree.nodes, self.tree.roots = {}, {}
+        self.tree.nodes, self.tree.roots, self.lacks_draft_rows = {}, {}, False
 
 # %% ../notebooks/04c_blocks.ipynb #a819c522
 POLICIES = ("mask", "recompute_tail", "truncate")
@@ -442,7 +445,8 @@ class HitRules(BlockPublication):
         """Blocks of a hit that a draft layer would read and whose draft rows don't exist, in order."""
         size, found = self.tokens_per_block, set()
         for group, spec in enumerate(self.groups):
-            if spec.has_draft:
+            anchored = group == 0 and self.has_anchor
+            if spec.has_draft and not (anchored and not self.lacks_draft_rows):
                 bit, first = 1 << group, spec.first_block(len(nodes) * size, size)
                 found.update(
                     i for i in range(first, len(nodes))
@@ -519,6 +523,7 @@ def check_tree(ledger: BlockLedger, holders: Sequence[Counter]) -> None:
             both = ledger.groups[group].has_target and ledger.groups[group].has_draft
             assert (block >= 0 and both) or not node.draft_missing >> group & 1, "draft rows missing in no block"
         assert max(node.blocks) >= 0 or node.children, "a node that offers nothing"
+        assert ledger.lacks_draft_rows or not node.draft_missing, "draft rows are missing, and nobody looks"
         if not ledger.has_anchor:
             continue
         pins = holders[0][node.blocks[0]] + sum(child.pins > 0 for child in node.children)

@@ -390,6 +390,7 @@ class _Budget(_Registration):
         where = torch.device("cpu") if self.device.type == "meta" else self.device  # only the bookkeeping counts there
         self.tables = BlockTables(len(groups), self.max_num_seqs, self.max_blocks_per_seq, where)
         self.groups, self.num_groups, self.blocks_per_group = groups, len(groups), tuple(counts)
+        self._windowed = [(i, group) for i, group in enumerate(groups) if group.window is not None]
         self.num_blocks = max(counts)  # page ids are below it in every group
         self.layer_to_group = [-1] * self.num_layers  # -1: on another rank
         for group, spec in enumerate(groups):
@@ -880,9 +881,7 @@ class _Steps(_Admission):
 
     def _release(self, seq: SequenceState) -> None:
         """Let go of the blocks that every window has passed; published ones stay cached."""
-        for group, spec in enumerate(self.groups):
-            if spec.window is None:
-                continue
+        for group, spec in self._windowed:
             first, last = seq.first[group], spec.first_block(len(seq.tokens), self.tokens_per_block)
             if last > first:
                 blocks = seq.blocks[group]
@@ -911,7 +910,10 @@ class _Commits(_Steps):
         """
         rows = []
         for seq, ids in self._batch(batch):
-            ids = check_tokens(f"request {seq.request_id}", ids)
+            try:
+                ids = check_tokens("tokens", ids)
+            except ValueError as error:
+                raise ValueError(f"request {seq.request_id}: {error}") from None
             if len(seq.tokens) + len(ids) > seq.reserved_end:
                 raise ValueError(
                     f"request {seq.request_id}: {len(ids)} rows after {len(seq.tokens)}, but rows are "
@@ -921,12 +923,15 @@ class _Commits(_Steps):
         size, published = self.tokens_per_block, []
         for seq, ids in rows:
             seq.tokens.extend(ids)
+            num_tokens = seq.reserved_end = len(seq.tokens)
             if not draft_rows and ids:
-                seq.ctx_start = len(seq.tokens)
-            self._settle(seq)
-            if seq.publishes and len(seq.tokens) // size > len(seq.nodes):
+                seq.ctx_start = num_tokens
+            if len(seq.blocks[0]) > -(-num_tokens // size):
+                self._shrink(seq, -(-num_tokens // size))
+            if num_tokens // size > len(seq.nodes) and seq.publishes:
                 published += self._publish(seq)
-            self._release(seq)
+            if self._windowed:
+                self._release(seq)
             if self._events:
                 self._emit("committed", seq, num_tokens=len(ids))
         self._mark_stored(published)
