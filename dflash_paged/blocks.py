@@ -84,8 +84,8 @@ def chain_hash(parent_key: int, tokens: bytes) -> int:
 
 def check_tokens(name: str, tokens: Iterable[int]) -> array:
     """Token ids as an `array("i")`; `ValueError` unless they are ints from 0 to 2**31 - 1."""
-    if isinstance(tokens, array) and tokens.typecode == "i":
-        return tokens
+    if isinstance(tokens, array) and tokens.typecode == "i" and min(tokens, default=0) >= 0:
+        return tokens[:]
     tokens = tokens if isinstance(tokens, (list, tuple)) else list(tokens)
     if not tokens or ({*map(type, tokens)} == {int} and min(tokens) >= 0 and max(tokens) <= MAX_TOKEN_ID):
         return array("i", tokens)

@@ -25,6 +25,7 @@ from .block_table import build_draft_inputs, build_verify_inputs, slots_of_posit
 from .checks import NO_TOKEN, check_choice, check_int, check_tokens_per_block
 from .dense import DenseContext
 from .drafter import DraftModel, DraftStep, PagedContext, check_drafter_fits, check_kv_scales, draft_tokens
+from .blocks import Prompt
 from .manager import KVCacheManager, describe_group
 from .memory import LayerSpec
 from .pools import LayerPages
@@ -89,6 +90,7 @@ class RunningRequest:
     start_s: float = 0.0
     first_token_s: float = 0.0
     num_delivered: int = 0  # new tokens handed to on_token
+    prompt: Prompt | None = None  # its tokens with their hashes, since admission asks at every step
 
     @property
     def is_decoding(self) -> bool:
@@ -269,8 +271,8 @@ def has_room(state: EngineState, request: RunningRequest) -> bool:
     """Whether every group can hold `request` to its end beside all that runs, to its end."""
     manager = state.manager
     needed = manager.blocks_to_admit(
-        request.tokens, request.prompt_len + request.max_new_tokens,
-        salt=request.salt, reuse_prefix=request.reuse_prefix, chunk_tokens=state.max_step_tokens,
+        request.prompt, request.prompt_len + request.max_new_tokens, reuse_prefix=request.reuse_prefix,
+        chunk_tokens=state.max_step_tokens,
     )
     most = [(r.cache_id, most_blocks(state, r)) for r in state.running]
     for group in range(manager.num_groups):
@@ -285,9 +287,7 @@ def admit(state: EngineState) -> None:
     while state.waiting and len(state.running) < state.max_batch_size and has_room(state, state.waiting[0]):
         request, cache_id = state.waiting[0], state.num_sequences
         state.num_sequences += 1
-        start = state.manager.add_sequence(
-            cache_id, request.tokens, salt=request.salt, reuse_prefix=request.reuse_prefix
-        )
+        start = state.manager.add_sequence(cache_id, request.prompt, reuse_prefix=request.reuse_prefix)
         stats = request.stats
         stats.num_reused_tokens, stats.num_reused_blocks = start.num_reused_tokens, start.num_reused_blocks
         # A context outside the manager has no rows of the reused span: it starts behind it.
@@ -604,6 +604,7 @@ class RequestQueue(EngineState):
         if on_token is not None and not callable(on_token):
             raise RefusedRequest(f"on_token: expected a callable or None, got {on_token!r:.60}")
         check_ever_fits(self, request)
+        request.prompt = self.manager.hash_prompt(tokens, salt)
         return request
 
     def _enqueue(self, request: RunningRequest) -> int:

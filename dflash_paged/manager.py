@@ -1357,12 +1357,12 @@ def _draw_block(ax, x: int, y: float, owner, label: Callable[[int], str], colors
     from matplotlib.patches import Rectangle
 
     palette = [colors[name] for name in ("target", "draft", "good", "noise", "bad")]
-    style = {"facecolor": "white", "edgecolor": colors["reserved"]}
-    text = ""
+    style, text, ink = {"facecolor": "white", "edgecolor": colors["reserved"]}, "", "white"
     if owner == "cached":
         style.update(hatch="////")
     elif owner != "free":
         style.update(facecolor=palette[owner[0] % len(palette)], edgecolor=colors["text"])
         text = "+".join(label(i) for i in owner)
+        ink = colors["text"] if style["facecolor"] in (colors["draft"], colors["noise"]) else "white"
     ax.add_patch(Rectangle((x - 0.45, y - 0.42), 0.9, 0.84, linewidth=0.8, **style))
-    ax.text(x, y, text, ha="center", va="center", fontsize=7 if len(text) > 2 else 9, color="white")
+    ax.text(x, y, text, ha="center", va="center", fontsize=7 if len(text) > 2 else 9, color=ink)

@@ -83,6 +83,16 @@ def test_tokens_that_are_no_token_ids_are_refused(bad):
         check_tokens("tokens", bad)
 
 
+def test_an_array_is_copied_and_checked_like_any_other():
+    own = array("i", [1, 2, 3])
+    prompt = Prompt(own, None, SIZE)
+    own[0] = 9
+    assert prompt.tokens.tolist() == [1, 2, 3]
+    for bad in (array("i", [1, -2]), array("q", [1, -2]), array("d", [1.0])):
+        with pytest.raises(ValueError, match="^tokens: expected ints"):
+            check_tokens("tokens", bad)
+
+
 def test_tokens_of_any_iterable_are_taken():
     for tokens in ([1, 2, MAX_TOKEN_ID], (1, 2, MAX_TOKEN_ID), iter([1, 2, MAX_TOKEN_ID])):
         assert check_tokens("tokens", tokens).tolist() == [1, 2, MAX_TOKEN_ID]

@@ -226,6 +226,48 @@ def test_readme_numbers_of_the_kernels_are_the_recorded_ones():
     assert all(r["device"] and r["driver"] and r["triton"] and r["commit"] for r in [*inputs, *rows])
 
 
+def test_readme_numbers_of_the_manager_are_the_recorded_ones():
+    """Bookkeeping within what was asked, the same for a million blocks; a hit keeps a cold run's acceptance within 1 %."""
+    text, rows = (TOP / "README.md").read_text(encoding="utf-8"), recorded("host_manager")
+    steps = [r for r in rows if r["call"] == "both"]
+    assert len(steps) == 15 and {r["num_requests"] for r in steps} == {"256"}
+    times = [float(r["median_ms"]) for r in steps]
+    assert f"| {min(times):.2f} to {max(times):.2f} ms |" in text and max(times) < 1.5
+    for blocks, groups in (("held", "1"), ("cached", "1"), ("held", "2")):
+        series = [float(r["median_ms"]) for r in steps if (r["blocks"], r["num_groups"]) == (blocks, groups)]
+        assert max(series) < 1.5 * min(series), "a step's cost grows with the cache"
+    match = {r["call"]: float(r["median_ms"]) for r in rows if r["num_requests"] == "1"}
+    tokens, hashes = match["find_prefix of tokens"], match["find_prefix, hashes kept"]
+    assert f"| {tokens:.1f} ms; {hashes:.2f} ms |" in text and tokens < 15 and hashes < 1
+    assert all(r["device"] and r["torch"] and r["commit"] for r in rows)
+    gained, passes, prefill = Counter(), Counter(), Counter()
+    for r in recorded("prefix_reuse"):
+        case = r["scenario"], r["case"]
+        gained[case] += int(r["num_gained_tokens"])
+        passes[case] += int(r["num_verify_passes"])
+        prefill[case] += int(r["num_prefill_tokens"])
+        assert r["same_output"] == "True" and r["device"] and r["commit"]
+    mean = {case: gained[case] / passes[case] for case in gained}
+    for scenario in ("prompt again", "shared beginning"):
+        cold, hit = mean[scenario, "cold"], mean[scenario, "hit, rows restored"]
+        assert abs(hit / cold - 1) < 0.01
+        others = "; ".join(f"{mean[scenario, case]:.2f}" for case in ("hit, dense buffer", "hit, separate pool"))
+        assert f"| {cold:.2f}; {hit:.2f}; {others} |" in text
+        saved = 1 - prefill[scenario, "hit, rows restored"] / prefill[scenario, "cold"]
+        assert f"{100 * saved:.0f} % of the prefill saved" in text
+    histories = recorded("manager_histories")
+    assert sum(int(r["num_steps"]) for r in histories) >= 1_000_000 and all(r["failures"] == "0" for r in histories)
+    assert f"| {sum(int(r['num_steps']) for r in histories):,} |" in text
+
+
+def test_readme_manager_example_runs():
+    """The README's lines about the manager are what they say."""
+    text = (TOP / "README.md").read_text(encoding="utf-8")
+    (code,) = (c for c in re.findall(r"```python\n(.*?)```", text, re.S) if "KVCacheManager" in c)
+    lines = python(code).splitlines()
+    assert lines[0].startswith("group 0 (full attention") and lines[-1].startswith("SequenceStart(num_reused_tokens=96")
+
+
 def test_readme_acceptance_with_fp8_pages_is_the_recorded_one():
     """Calibrated fp8 within 1 % of bf16 over 100 prompts; the mistakes beside it cost what they cost."""
     gained, passes, count = Counter(), Counter(), Counter()
