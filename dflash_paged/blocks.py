@@ -86,7 +86,10 @@ def check_tokens(name: str, tokens: Iterable[int]) -> array:
     """Token ids as an `array("i")`; `ValueError` unless they are ints from 0 to 2**31 - 1."""
     if isinstance(tokens, array) and tokens.typecode == "i" and min(tokens, default=0) >= 0:
         return tokens[:]
-    tokens = tokens if isinstance(tokens, (list, tuple)) else list(tokens)
+    if not isinstance(tokens, (list, tuple)):
+        if isinstance(tokens, (str, bytes, set, frozenset, dict)) or not isinstance(tokens, Iterable):
+            raise ValueError(f"{name}: expected token ids in order, got {tokens!r:.60}")
+        tokens = list(tokens)
     if not tokens or ({*map(type, tokens)} == {int} and min(tokens) >= 0 and max(tokens) <= MAX_TOKEN_ID):
         return array("i", tokens)
     bad = next(t for t in tokens if type(t) is not int or not 0 <= t <= MAX_TOKEN_ID)
@@ -126,7 +129,7 @@ class Prompt:
 
 def root_key(salt: int | str | None) -> int:
     """Key of a tenant's root: 1 and "1" are two tenants."""
-    return hash((type(salt).__name__, salt))
+    return hash((type(salt).__name__, repr(salt)))  # hash(-1) is hash(-2)
 
 # %% ../notebooks/04c_blocks.ipynb #9d308ae9
 class PrefixNode:
@@ -325,13 +328,15 @@ class BlockEviction(BlockStates):
         while node.alive and node.parent is not None and not node.children and max(node.blocks) < 0:
             self.tree.remove(node)
             node = node.parent
+        if node.parent is None and not node.children:
+            self.tree.roots.pop(node.tokens, None)
 
 # %% ../notebooks/04c_blocks.ipynb #4c5ed9c3
 class BlockPublication(BlockEviction):
     """What enters the index, and what is forgotten at once."""
 
     def publish(
-        self, parent: PrefixNode, tokens: bytes, own: Sequence[int], draft_missing: bool = False
+        self, parent: PrefixNode, tokens: bytes, own: list[int], draft_missing: bool = False
     ) -> PrefixNode | None:
         """The node of these tokens, offered a sequence's `own` block of each group (-1: none to offer).
 
@@ -342,8 +347,11 @@ class BlockPublication(BlockEviction):
             self.offer(node, own, draft_missing)
         return node
 
-    def offer(self, node: PrefixNode, own: Sequence[int], draft_missing: bool = False) -> None:
-        """Give a node a sequence's own blocks where it has none, or one that nobody holds."""
+    def offer(self, node: PrefixNode, own: list[int], draft_missing: bool = False) -> None:
+        """Give a node a sequence's own blocks where it has none, or one that nobody holds.
+
+        If that one has draft rows and the sequence's lacks them, the sequence gets it instead: `own` is changed.
+        """
         for group, block in enumerate(own):
             spec, pool, old = self.groups[group], self.pools[group], node.blocks[group]
             if draft_missing and not spec.has_target:
@@ -352,13 +360,18 @@ class BlockPublication(BlockEviction):
                 continue
             if old >= 0 and pool.ref_counts[old]:
                 continue
+            missing, bit = draft_missing and spec.has_draft, 1 << group
+            if old >= 0 and missing and not node.draft_missing & bit:  # the idle one is the better one
+                if group == 0 and self.has_anchor:
+                    self.hold(group, old)
+                    self.drop(group, [block])
+                    own[group] = old
+                continue
             self._move(node, group, block)
             if old >= 0:
                 pool.node_of_block[old] = None
                 pool.evictable.pop(old, None)
                 pool.free.append(old)
-            bit = 1 << group
-            missing = draft_missing and spec.has_draft
             self.lacks_draft_rows |= missing
             node.draft_missing = node.draft_missing | bit if missing else node.draft_missing & ~bit
 
@@ -415,19 +428,33 @@ class HitRules(BlockPublication):
     def cut(self, nodes: list[PrefixNode], policy: str, tail_tokens: int) -> tuple[list[PrefixNode], int]:
         """(nodes of the hit, first position whose draft rows exist) under a policy for missing draft rows."""
         size = self.tokens_per_block
-        nodes = nodes[: self._usable(nodes)]
-        tail = {"mask": 0, "recompute_tail": tail_tokens, "truncate": len(nodes) * size}[policy]
-        limit = max(0, len(nodes) * size - tail) // size  # blocks from here on need their draft rows
-        while True:
+        nodes = nodes[: self._usable(nodes, len(nodes))]
+        missing = self._missing(nodes)
+        if missing and policy != "mask":
+            tail = tail_tokens if policy == "recompute_tail" else len(nodes) * size
+            limit = max(0, len(nodes) * size - tail) // size  # blocks from here on need their draft rows
+            nodes = nodes[: self._shorten(nodes, limit)]
             missing = self._missing(nodes)
-            late = next((i for i in missing if i >= limit), None)
-            if late is None:
-                return nodes, (missing[-1] + 1) * size if missing else 0
-            nodes = nodes[: self._usable(nodes[:late])]
+        return nodes, (missing[-1] + 1) * size if missing else 0
 
-    def _usable(self, nodes: list[PrefixNode]) -> int:
-        """How many blocks long a hit can be: the target's windowed layers need the blocks in their window."""
+    def _shorten(self, nodes: list[PrefixNode], limit: int) -> int:
+        """Length of the longest hit without a missing draft block from `limit` on; each node is looked at once."""
+        size, groups = self.tokens_per_block, [g for g, spec in enumerate(self.groups) if spec.has_draft]
+        following = {g: [len(nodes)] * (len(nodes) + 1) for g in groups}  # the next missing block at or behind i
+        for g in groups:
+            for i in range(len(nodes) - 1, -1, -1):
+                lacking = nodes[i].draft_missing >> g & 1 or nodes[i].blocks[g] < 0
+                following[g][i] = i if lacking else following[g][i + 1]
         length = len(nodes)
+        while True:
+            first = {g: max(limit, self.groups[g].first_block(length * size, size)) for g in groups}
+            late = min((following[g][min(first[g], length)] for g in groups), default=length)
+            if late >= length:
+                return length
+            length = self._usable(nodes, late)
+
+    def _usable(self, nodes: list[PrefixNode], length: int) -> int:
+        """How long a hit of at most `length` blocks can be: the target's windowed layers need those in their window."""
         windowed = [g for g, spec in enumerate(self.groups) if spec.has_target and (g or not self.has_anchor)]
         while length:
             gap = max((self._last_gap(nodes, g, length) for g in windowed), default=-1)

@@ -6,7 +6,7 @@
 __all__ = ['CONTEXTS', 'KV_DTYPES', 'DRAFT_KV_DTYPES', 'RefusedRequest', 'RequestStats', 'RequestResult', 'RunningRequest',
            'emit_tokens', 'count_accepted', 'pick_num_draft_tokens', 'make_context', 'check_models',
            'pick_draft_kv_dtype', 'pick_v_layout', 'draft_layer_specs', 'set_draft_scales', 'EngineState',
-           'most_blocks', 'has_room', 'admit', 'StepPlan', 'plan_step', 'decode_rows', 'prefill_rows',
+           'most_blocks', 'has_room', 'window_blocks', 'admit', 'StepPlan', 'plan_step', 'decode_rows', 'prefill_rows',
            'build_target_batch', 'accept', 'draft_next', 'settle', 'save', 'restore', 'deliver', 'result_of', 'finish',
            'record_draft_bytes', 'token_list', 'check_prompt', 'check_ever_fits', 'abort_request', 'RequestQueue',
            'StepRunner', 'Engine']
@@ -220,7 +220,7 @@ class EngineState:
         self, target, drafter=None, *, num_draft_tokens=None, context="paged", max_batch_size=4,
         max_seq_len=None, max_step_tokens=1024, tokens_per_block=32, num_blocks=None, kv_cache_bytes=None,
         kv_dtype=None, draft_kv_dtype="inherit", draft_attention_mode="exact", enable_prefix_reuse=True,
-        missing_draft_policy="mask", recompute_tail_tokens=256,
+        missing_draft_policy="mask", recompute_tail_tokens=256, expected_lengths=None,
     ):
         check_choice("context", context, CONTEXTS)
         self.tokens_per_block = check_tokens_per_block(tokens_per_block)
@@ -246,7 +246,8 @@ class EngineState:
             max_seq_len=max_seq_len, max_batch_size=max_batch_size, device=target.device,
             num_lookahead_tokens=self.num_query_rows, enable_prefix_reuse=enable_prefix_reuse,
             draft_kv_dtype=draft_dtype, missing_draft_policy=missing_draft_policy,
-            recompute_tail_tokens=recompute_tail_tokens,
+            recompute_tail_tokens=recompute_tail_tokens, max_chunk_tokens=max_step_tokens,
+            expected_lengths=expected_lengths,
         )
         if draft_dtype == "float8_e4m3fn" and draft_specs:
             set_draft_scales(self.manager, self.drafter, target.num_layers)
@@ -275,11 +276,29 @@ def has_room(state: EngineState, request: RunningRequest) -> bool:
         chunk_tokens=state.max_step_tokens,
     )
     most = [(r.cache_id, most_blocks(state, r)) for r in state.running]
-    for group in range(manager.num_groups):
+    for group, spec in enumerate(manager.groups):
+        if spec.window is not None:
+            if window_blocks(state, [*state.running, request], group) > spec.num_blocks:
+                return False
+            continue
         promised = sum(blocks[group] - manager.num_held_blocks(i, group) for i, blocks in most)
         if promised + needed[group] > manager.num_available_blocks(group):
             return False
     return True
+
+
+def window_blocks(state: EngineState, requests: Sequence[RunningRequest], group: int) -> int:
+    """Most blocks of a windowed group that `requests` ever hold together, prompts in chunks.
+
+    Nothing is subtracted for blocks that they share: one that the window of one of them has passed may still be held
+    by another, so letting go of it gives nothing back. Either each has its own chunk at once, or all chunks of a step
+    together are no longer than `max_step_tokens`, and each may begin within a block.
+    """
+    window, limits = state.manager.groups[group].window, state.manager.limits
+    each = [most_blocks(state, request)[group] for request in requests]
+    decoding = [limits.most_blocks(r.prompt_len + r.max_new_tokens, window, 1) + 1 for r in requests]
+    together = sum(map(min, decoding, each)) + state.max_step_tokens // state.manager.tokens_per_block + 1
+    return min(sum(each), together)
 
 
 def admit(state: EngineState) -> None:
@@ -517,7 +536,7 @@ def record_draft_bytes(state: EngineState, num_kept: int) -> None:
         now = (state.context.reserved_bytes, state.context.used_bytes)
     else:
         rows = num_kept + sum(r.num_rows for r in state.running)
-        now = (state.manager.stats().used_draft_bytes, rows * state.draft_row_bytes)
+        now = (state.manager.used_draft_bytes(), rows * state.draft_row_bytes)
     state.peak_draft_bytes = max(state.peak_draft_bytes, now, key=lambda pair: pair[1])
 
 # %% ../notebooks/08_engine.ipynb #5fe794cd
@@ -659,8 +678,11 @@ class Engine(StepRunner):
     `max_seq_len` tokens (default: 1024, or the model's limit where that is less). `max_step_tokens` bounds the rows of one target pass, so longer prompts are
     prefilled in chunks. `kv_dtype` is the pages' dtype by name (default: the model's), `draft_kv_dtype`
     "inherit" or the draft's own, fp8 with the drafter's calibrated scales; `draft_attention_mode` "fast" reads
-    them with fp8 products (paged, `draft_kv_dtype="float8_e4m3fn"`, pages of 16 tokens or more, no causal layer). Raises `ValueError`
-    naming the argument that doesn't fit.
+    them with fp8 products (paged, `draft_kv_dtype="float8_e4m3fn"`, pages of 16 tokens or more, no causal layer).
+    `expected_lengths` (default: `max_seq_len`) are what `kv_cache_bytes` is split for between full and windowed layers.
+    `missing_draft_policy` says what a prefix hit is worth whose draft rows are missing: "mask", "recompute_tail" (of
+    `recompute_tail_tokens`) or "truncate", see `blocks.HitRules`. Raises `ValueError` naming the argument that doesn't
+    fit.
     """
 
     def generate(

@@ -6,7 +6,7 @@
 __all__ = ['OutOfBlocks', 'RequestError', 'Mapping', 'get_num_spec_layers', 'get_pp_layers', 'resolve_layers',
            'build_per_layer_num_kv_heads', 'group_layers', 'SequenceLimits', 'blocks_of', 'split_budget',
            'budget_words', 'describe_group', 'SequenceState', 'SequenceStart', 'GroupStats', 'CacheStats', 'CacheEvent',
-           'KVCacheManager', 'snapshot_blocks', 'draw_blocks']
+           'check_mask', 'check_expected', 'FinishedIds', 'KVCacheManager', 'snapshot_blocks', 'draw_blocks']
 
 # %% ../notebooks/05_manager.ipynb #e4f5376c
 from array import array
@@ -160,11 +160,19 @@ class SequenceLimits:
             num_lookahead_tokens=self.num_lookahead_tokens, max_seq_len=self.max_seq_len,
         )
 
+    def chunk_blocks(self, window: int | None, chunk_tokens: int | None) -> int:
+        """Blocks of a windowed group beyond those of its requests' windows, while `chunk_tokens` prompt rows are run."""
+        if window is None or chunk_tokens is None:
+            return 0
+        return blocks_of(min(chunk_tokens, self.max_seq_len), self.tokens_per_block) + 1
+
     def most_blocks(self, num_tokens: int, window: int | None = None, chunk_tokens: int | None = None) -> int:
         """Most blocks that a request ever holds on its way to `num_tokens`, prefilled in chunks of that size."""
+        num_tokens = check_int("num_tokens", num_tokens)
         end = blocks_of(min(num_tokens + self.num_lookahead_tokens, self.max_seq_len), self.tokens_per_block)
         if window is None or chunk_tokens is None:
             return end
+        check_int("chunk_tokens", chunk_tokens, 1)
         # From the block of the oldest row in the window to that of the last reserved row, wherever they begin.
         rows = window - 1 + chunk_tokens + self.num_lookahead_tokens
         return min(end, (rows + 2 * self.tokens_per_block - 2) // self.tokens_per_block)
@@ -180,30 +188,37 @@ def split_budget(
     kv_cache_bytes: int,  # for all groups together
     lengths: Sequence[int],  # verified lengths that are expected to run at one moment, tokens
     limits: SequenceLimits,
+    chunk_tokens: int | None = None,  # prompt rows of one step, for which a windowed group needs room once
 ) -> list[int]:  # blocks, a group
     """Share out one budget so that no group fills up before the others when requests have these lengths.
 
-    `ValueError` if it can't hold one request of one token. What is left over goes to the first group that
-    it fills a block of.
+    `ValueError` if it can't hold one request of one token. What less than one more request leaves over is shared
+    out in the same proportion.
     """
-    size = limits.tokens_per_block
-    sizes = [group.bytes_per_token * size for group in groups]
+    sizes = [group.bytes_per_token * limits.tokens_per_block for group in groups]
     least = [limits.blocks(1, group.window) for group in groups]
     lengths = check_lengths(lengths, limits.max_seq_len)
     if kv_cache_bytes < sum(n * s for n, s in zip(least, sizes)):
         raise ValueError("kv_cache_bytes: " + budget_words(groups, least, sizes, kv_cache_bytes))
     pages = [sum(limits.blocks(n, group.window) for n in lengths) for group in groups]
-    requests = requests_that_fit(kv_cache_bytes, list(zip(pages, sizes)), len(lengths))
-    blocks = [max(n, pages_needed(requests, p, len(lengths))) for n, p in zip(least, pages)]
-    left = kv_cache_bytes - sum(n * s for n, s in zip(blocks, sizes))
-    if requests == 0 or left < 0:  # not even one average request: by what it would take
-        spare, whole = kv_cache_bytes - sum(n * s for n, s in zip(least, sizes)), sum(p * s for p, s in zip(pages, sizes))
-        blocks = [n + spare * p // whole for n, p in zip(least, pages)]
-        left = kv_cache_bytes - sum(n * s for n, s in zip(blocks, sizes))
+    room = [limits.chunk_blocks(group.window, chunk_tokens) for group in groups]
+    spare = kv_cache_bytes - sum(n * s for n, s in zip(room, sizes))
+    requests = requests_that_fit(spare, list(zip(pages, sizes)), len(lengths))
+    blocks = [max(n, r + pages_needed(requests, p, len(lengths))) for n, r, p in zip(least, room, pages)]
+    if requests == 0 or sum(n * s for n, s in zip(blocks, sizes)) > kv_cache_bytes:  # not even one: by what it would take
+        blocks, pages = least, [sum(limits.most_blocks(n, g.window, chunk_tokens or 1) for n in lengths) for g in groups]
+    return _share_rest(blocks, pages, sizes, kv_cache_bytes - sum(n * s for n, s in zip(blocks, sizes)))
+
+
+def _share_rest(blocks: list[int], pages: list[int], sizes: list[int], left: int) -> list[int]:
+    """`blocks` and what `left` bytes buy in the proportion of `pages`; the last bytes go where they fill a block."""
+    whole = sum(p * s for p, s in zip(pages, sizes))
+    more = [left * p // whole for p in pages]
+    left -= sum(n * s for n, s in zip(more, sizes))
     for i, block_bytes in enumerate(sizes):
-        blocks[i] += left // block_bytes
+        more[i] += left // block_bytes
         left %= block_bytes
-    return blocks
+    return [n + m for n, m in zip(blocks, more)]
 
 
 def budget_words(groups: Sequence[GroupSpec], least: Sequence[int], sizes: Sequence[int], given: object) -> str:
@@ -225,8 +240,8 @@ def describe_group(group: GroupSpec) -> str:
 class SequenceState:
     """One live request: what it has stored and which blocks it holds."""
 
-    __slots__ = ("request_id", "salt", "reuse_prefix", "publishes", "tokens", "blocks", "first", "nodes", "ctx_start",
-                 "reserved_end", "row", "is_forked", "copies")
+    __slots__ = ("request_id", "salt", "reuse_prefix", "publishes", "tokens", "blocks", "first", "holes", "nodes",
+                 "ctx_start", "reserved_end", "row", "is_forked")
 
     def __init__(self, request_id: int, salt: int | str | None, reuse_prefix: bool, publishes: bool, num_groups: int):
         self.request_id, self.salt, self.reuse_prefix = request_id, salt, reuse_prefix
@@ -234,6 +249,7 @@ class SequenceState:
         self.tokens = array("i")  # one a committed row
         self.blocks: list[list[int]] = [[] for _ in range(num_groups)]  # by block index; -1: released or never there
         self.first = [0] * num_groups  # index of the first block that isn't released
+        self.holes = [0] * num_groups  # blocks behind it that were missing when the request began
         self.nodes: list[PrefixNode] = []  # of its full blocks, published or known
         self.ctx_start = 0  # first position whose draft rows exist
         self.reserved_end = 0  # rows before it may be written by this step
@@ -244,7 +260,7 @@ class SequenceState:
         """All of it as plain data."""
         return (
             self.request_id, self.salt, self.reuse_prefix, self.publishes, tuple(self.tokens),
-            tuple(map(tuple, self.blocks)), tuple(self.first), tuple(node.key for node in self.nodes), self.ctx_start,
+            tuple(map(tuple, self.blocks)), tuple(self.first), tuple(self.holes), tuple(node.key for node in self.nodes), self.ctx_start,
             self.reserved_end, self.row, self.is_forked,
         )
 
@@ -303,6 +319,48 @@ class CacheEvent:
     num_tokens: int = 0
 
 # %% ../notebooks/05_manager.ipynb #9efd8ab6
+def check_mask(layer_mask: Sequence[bool] | None) -> list[bool] | None:
+    """A layer mask as a list; `ValueError` unless it is None or a sequence of bools."""
+    if layer_mask is None:
+        return None
+    if not isinstance(layer_mask, (list, tuple)) or not all(isinstance(keep, (bool, np.bool_)) for keep in layer_mask):
+        raise ValueError(f"layer_mask: expected a list of bools, one a target layer, got {layer_mask!r:.60}")
+    return list(layer_mask)
+
+
+def check_expected(lengths: Sequence[int] | None, max_seq_len: int) -> tuple[int, ...]:
+    """Expected lengths as ints, `max_seq_len` where there are none; `ValueError` for others than 1..max_seq_len."""
+    if lengths is None:
+        return (max_seq_len,)
+    if not isinstance(lengths, Iterable) or isinstance(lengths, (str, bytes)):
+        raise ValueError(f"expected_lengths: expected a sequence of lengths, got {lengths!r:.60}")
+    try:
+        return check_lengths(lengths, max_seq_len)
+    except ValueError as error:
+        raise ValueError(f"expected_{error}") from None
+
+
+class FinishedIds:
+    """Ids that were used and are done; those of a server that counts up take no room."""
+
+    def __init__(self):
+        self._below, self._others = 0, set()  # all ids below `_below`, and some more
+
+    def add(self, request_id: int) -> None:
+        """An id is done."""
+        self._others.add(request_id)
+        while self._below in self._others:
+            self._others.remove(self._below)
+            self._below += 1
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._others or (isinstance(request_id, int) and 0 <= request_id < self._below)
+
+    def dump(self) -> tuple:
+        """All of it as plain data."""
+        return self._below, sorted(self._others)
+
+# %% ../notebooks/05_manager.ipynb #1b43d9d1
 class _Registration:
     """Layers, groups and limits of this rank."""
 
@@ -318,6 +376,7 @@ class _Registration:
         max_seq_len: int,  # most rows of a request
         max_batch_size: int,  # most requests of a step
         num_lookahead_tokens: int,  # rows reserved ahead of the verified length: K + 1
+        max_chunk_tokens: int | None = None,  # most prompt rows of a step: a windowed group has room for them
         max_num_seqs: int | None = None,  # most requests that hold blocks at once; default: max_batch_size
         mapping: Mapping = Mapping(),  # this rank's part of the model
         layer_mask: Sequence[bool] | None = None,  # target layers to keep; then no spec layers are registered
@@ -330,8 +389,11 @@ class _Registration:
         recompute_tail_tokens: int = 256,  # rows that "recompute_tail" prefills again at most
         events: Callable[[CacheEvent], None] | None = None,  # called after each change
     ):
-        all_layers = resolve_layers(tuple(target_layers), tuple(draft_layers), draft_kv_dtype, mapping.tp_size)
-        self.mapping, self.layer_mask = mapping, layer_mask
+        if not isinstance(mapping, Mapping):
+            raise ValueError(f"mapping: expected a Mapping, got {mapping!r:.60}")
+        target_layers, draft_layers = tuple(target_layers), tuple(draft_layers)
+        all_layers = resolve_layers(target_layers, draft_layers, draft_kv_dtype, mapping.tp_size)
+        self.mapping, self.layer_mask = mapping, check_mask(layer_mask)
         self.num_target_layers = len(all_layers) - get_num_spec_layers(draft_layers)
         self.num_layers = len(all_layers)  # of the whole model
         ids = self._layers_of(mapping.pp_rank)
@@ -345,18 +407,22 @@ class _Registration:
         self.limits = SequenceLimits(*limits)
         self.tokens_per_block, self.max_seq_len, self.num_lookahead_tokens = limits
         self.max_batch_size = check_int("max_batch_size", max_batch_size, 1)
-        self.max_num_seqs = max_batch_size if max_num_seqs is None else check_int("max_num_seqs", max_num_seqs, max_batch_size)
+        self.max_num_seqs = self.max_batch_size
+        if max_num_seqs is not None:
+            self.max_num_seqs = check_int("max_num_seqs", max_num_seqs, self.max_batch_size)
+        self.max_chunk_tokens = None if max_chunk_tokens is None else check_int("max_chunk_tokens", max_chunk_tokens, 1)
         self.missing_draft_policy = check_choice("missing_draft_policy", missing_draft_policy, POLICIES)
         self.recompute_tail_tokens = check_int("recompute_tail_tokens", recompute_tail_tokens, 1)
-        self.enable_prefix_reuse, self.enable_partial_reuse = bool(enable_prefix_reuse), bool(enable_partial_reuse)
+        self.enable_prefix_reuse = bool(check_choice("enable_prefix_reuse", enable_prefix_reuse, (True, False)))
+        self.enable_partial_reuse = bool(check_choice("enable_partial_reuse", enable_partial_reuse, (True, False)))
         self.kv_layout = check_choice("kv_layout", kv_layout, ("NHD", "HND"))
         if events is not None and not callable(events):
             raise ValueError(f"events: expected a callable or None, got {events!r:.60}")
-        self.device, self._events, self._pending_events = torch.device(device), events, []
-        self.max_blocks_per_seq = blocks_of(max_seq_len, tokens_per_block)
-        self.expected_lengths = tuple(expected_lengths) if expected_lengths is not None else (max_seq_len,)
+        self.device, self._events, self._pending_events = torch.device(device), events, deque()
+        self.max_blocks_per_seq = blocks_of(self.max_seq_len, self.tokens_per_block)
+        self.expected_lengths = check_expected(expected_lengths, self.max_seq_len)
         self.buffers_version = 0
-        self._finished: set[int] = set()
+        self._finished = FinishedIds()
         self._hit_tokens = 0
         self._allocate(num_blocks, kv_cache_bytes)
 
@@ -364,7 +430,7 @@ class _Registration:
         num_spec = self.num_layers - self.num_target_layers
         return get_pp_layers(self.num_target_layers, num_spec, self.mapping.pp_size, pp_rank, self.layer_mask)
 
-# %% ../notebooks/05_manager.ipynb #1b43d9d1
+# %% ../notebooks/05_manager.ipynb #f03c73d6
 class _Budget(_Registration):
     """Bytes to blocks, and blocks to tensors."""
 
@@ -383,7 +449,7 @@ class _Budget(_Registration):
     def _allocate(self, num_blocks, kv_cache_bytes) -> None:
         """Groups, pools and tables for one of the two sizes; nothing is replaced before all of it exists."""
         groups = group_layers(self.layers, self.num_target_layers)
-        counts = self._resolve_num_blocks(groups, num_blocks, kv_cache_bytes)
+        counts = [check_int("num_blocks", n, 0, 2**31) for n in self._resolve_num_blocks(groups, num_blocks, kv_cache_bytes)]
         groups = tuple(replace(group, num_blocks=n) for group, n in zip(groups, counts))
         pools = LayerViews(self.layers, groups, self.tokens_per_block, self.kv_layout, self.device)
         self.device = pools.device
@@ -399,20 +465,19 @@ class _Budget(_Registration):
         self.pools, self._ledger = pools, BlockLedger(groups, self.tokens_per_block)
         self._ledger.evictions = [] if self._events else None
         self._sequences: dict[int, SequenceState] = {}
-        self._copied: list[tuple] = []  # (mark, source blocks, a group) still referenced for a copy
+        self._copied: deque[tuple] = deque()  # (mark, source blocks, a group) still referenced for a copy
         self._marked: deque[tuple] = deque()  # (mark, nodes) whose rows may not be stored yet
-        self.buffers_version += 1
+        self.buffers_version, self.is_planned = self.buffers_version + 1, kv_cache_bytes is not None
 
     def _resolve_num_blocks(self, groups, num_blocks, kv_cache_bytes) -> list[int]:
         if (num_blocks is None) == (kv_cache_bytes is None):
             raise ValueError(
                 f"num_blocks, kv_cache_bytes: expected exactly one, got {num_blocks} and {kv_cache_bytes}"
             )
-        self.is_planned = kv_cache_bytes is not None
-        if self.is_planned:
+        if kv_cache_bytes is not None:
             budget = check_int("kv_cache_bytes", kv_cache_bytes)
-            return split_budget(groups, budget, self.expected_lengths, self.limits)
-        given = list(num_blocks) if isinstance(num_blocks, (list, tuple)) else [num_blocks] * len(groups)
+            return split_budget(groups, budget, self.expected_lengths, self.limits, self.max_chunk_tokens)
+        given = list(num_blocks) if isinstance(num_blocks, (list, tuple, np.ndarray)) else [num_blocks] * len(groups)
         if len(given) != len(groups):
             raise ValueError(f"num_blocks: expected an int or {len(groups)} of them, one a group, got {num_blocks}")
         given = [check_int("num_blocks", n, 0, 2**31) for n in given]
@@ -492,7 +557,7 @@ class _Lookup(_Views):
     """Requests by id, batches without doubles, and what a step would reserve."""
 
     def _sequence(self, request_id: int, live: bool = True) -> SequenceState:
-        sequence = self._sequences.get(request_id)
+        sequence = None if isinstance(request_id, bool) else self._sequences.get(request_id)
         if sequence is None and request_id in self._finished:
             raise RequestError(f"request {request_id} has finished; only free_resources may name it again")
         if sequence is None:
@@ -504,11 +569,14 @@ class _Lookup(_Views):
     def _batch(self, batch: Iterable[tuple]) -> list[tuple]:
         """[(sequence, value)] of [(request_id, value)]; no request twice, no more than a step may have."""
         get, rows = self._sequences.get, []
-        for request_id, value in batch:
-            seq = get(request_id)
-            if seq is None or seq.row < 0:
-                seq = self._sequence(request_id)
-            rows.append((seq, value))
+        try:
+            for request_id, value in batch:
+                seq = get(request_id)
+                if seq is None or seq.row < 0:
+                    seq = self._sequence(request_id)
+                rows.append((seq, value))
+        except TypeError as error:
+            raise ValueError(f"batch: expected pairs of a request id and a value, got {batch!r:.60}: {error}") from None
         if len(rows) > self.max_batch_size:
             raise ValueError(f"batch: expected at most {self.max_batch_size} requests, got {len(rows)}")
         if len({seq.row for seq, _ in rows}) < len(rows):
@@ -644,8 +712,8 @@ class _Arrivals(_Prompts):
             raise ValueError(f"request_id: expected a new id, {request_id} {state}")
         prompt = self._prompt(tokens, salt)
         self._check_row(request_id)
+        check_choice("reuse_prefix", reuse_prefix, (True, False))
         seq = SequenceState(request_id, prompt.salt, bool(reuse_prefix), self.enable_prefix_reuse, self.num_groups)
-        self._sequences[request_id] = seq
         return self._begin(seq, prompt, "added")
 
     def _check_row(self, request_id: int) -> None:
@@ -658,6 +726,7 @@ class _Arrivals(_Prompts):
     def _begin(self, seq: SequenceState, prompt: Prompt, kind: str) -> SequenceStart:
         self._join_copies()
         hit = self._find(prompt, seq.reuse_prefix)
+        self._await_marks(hit)
         seq.row, tables = self.tables.free_rows.pop(), self.tables
         for group in range(self.num_groups):
             first, blocks = self._held_of_hit(hit, group)
@@ -665,18 +734,17 @@ class _Arrivals(_Prompts):
                 if block >= 0:
                     self._ledger.hold(group, block)
             seq.first[group], seq.blocks[group] = first, [PADDING_PAGE_ID] * first + blocks
+            seq.holes[group] = blocks.count(PADDING_PAGE_ID)
             tables.put_run(group, seq.row, first, blocks)
-        seq.nodes, seq.ctx_start = list(hit.nodes), hit.ctx_start
-        self._await_marks(hit)
         try:
             if hit.source:
                 self._copy_partial(seq, hit.source)
         except BaseException:
             self._let_go(seq)
-            seq.nodes, seq.ctx_start = [], 0
-            if kind == "added":
-                del self._sequences[seq.request_id]
+            self._pending_events.clear()
             raise
+        self._sequences[seq.request_id] = seq
+        seq.nodes, seq.ctx_start = list(hit.nodes), hit.ctx_start
         num_tokens = len(hit.nodes) * self.tokens_per_block + hit.num_copied_tokens
         seq.tokens, seq.reserved_end = prompt.tokens[:num_tokens], num_tokens
         self._hit_tokens += num_tokens
@@ -736,7 +804,7 @@ class _Copies(_Arrivals):
             self._emit("copied", seq, group, (source, target))
         mark = self._mark()
         self._copied.append((mark, [(group, source) for group, source, _ in copies]))
-        if has_passed(mark):
+        if has_passed(mark) and len(self._copied) == 1:
             self._join_copies()
 
     def _mark(self) -> object:
@@ -745,10 +813,9 @@ class _Copies(_Arrivals):
 
     def _join_copies(self) -> None:
         """The current stream waits for earlier copies, whose sources may then be given away."""
-        copied, self._copied = self._copied, []
-        for mark, sources in copied:
-            wait_for(mark, self.device)
-            for group, block in sources:
+        while self._copied:
+            wait_for(self._copied[0][0], self.device)
+            for group, block in self._copied.popleft()[1]:
                 self._ledger.drop(group, [block])
 
 # %% ../notebooks/05_manager.ipynb #9f4ea271
@@ -759,6 +826,7 @@ class _Admission(_Copies):
         self, tokens: Sequence[int] | Prompt, *, salt: int | str | None = None
     ) -> SequenceStart:
         """What `add_sequence` would reuse of a prompt now; nothing is changed."""
+        self._join_copies()
         hit = self._find(self._prompt(tokens, salt), True)
         num_tokens = len(hit.nodes) * self.tokens_per_block + hit.num_copied_tokens
         return SequenceStart(num_tokens, len(hit.nodes), hit.ctx_start, hit.num_copied_tokens)
@@ -776,7 +844,9 @@ class _Admission(_Copies):
 
         A known block costs nothing where somebody holds it, one where it is cached. Nothing is changed: ask
         before `add_sequence`, for the first chunk or for all rows that the request may ever have. In a group
-        with a window, chunks make the answer the most that it ever holds on the way.
+        with a window, chunks make the answer the most that it ever holds on the way; but a block that others
+        hold too doesn't come back when the window passes it, so who promises room to the end must count each
+        request's `limits.most_blocks` there.
         """
         prompt = self._prompt(tokens, salt)
         self._join_copies()
@@ -784,10 +854,10 @@ class _Admission(_Copies):
         most = self.limits.most_blocks(check_int("num_tokens", num_tokens))
         costs = []
         for group, spec in enumerate(self.groups):
-            needed = max(most - len(hit.nodes), 0)
+            cost = max(most - len(hit.nodes), 0) + self._idle_of_hit(hit, group)
             if spec.window is not None and chunk_tokens is not None:
-                needed = min(needed, self.limits.most_blocks(num_tokens, spec.window, chunk_tokens))
-            costs.append(needed + self._idle_of_hit(hit, group))
+                cost = min(cost, self.limits.most_blocks(num_tokens, spec.window, chunk_tokens))
+            costs.append(cost)
         return costs
 
     def num_available_blocks(self, group: int = 0) -> int:
@@ -797,6 +867,7 @@ class _Admission(_Copies):
 
     def blocks_needed(self, request_id: int, num_new_tokens: int = 0) -> list[int]:
         """Blocks that preparing the request would take beyond those it holds, a group."""
+        self._join_copies()
         plan = self._reservations([(request_id, num_new_tokens)])
         shared = self._shared_blocks(plan)
         return [max(plan[0][2], 0) + sum(g == group for _, g, _ in shared) for group in range(self.num_groups)]
@@ -830,9 +901,10 @@ class _Steps(_Admission):
         plan = self._reservations(batch)
         shared = self._shared_blocks(plan)
         self._check_room(plan, shared)
-        for seq, _, gain in plan:
+        for seq, end, gain in plan:
             if gain < 0:
                 self._shrink(seq, len(seq.blocks[0]) + gain)
+                seq.reserved_end = end
         if shared:
             self._copy_shared(shared)
         grows = [entry for entry in plan if entry[2] > 0]
@@ -866,7 +938,9 @@ class _Steps(_Admission):
         for group, blocks in enumerate(seq.blocks):
             gone = blocks[num_blocks:]
             if gone:
-                self._ledger.drop(group, [block for block in reversed(gone) if block >= 0])
+                held = [block for block in reversed(gone) if block >= 0]
+                self._ledger.drop(group, held)
+                seq.holes[group] -= max(0, len(blocks) - max(num_blocks, seq.first[group])) - len(held)
                 self.tables.erase(group, seq.row, num_blocks, len(blocks))
                 del blocks[num_blocks:]
                 if seq.first[group] > num_blocks:
@@ -887,6 +961,7 @@ class _Steps(_Admission):
                 blocks = seq.blocks[group]
                 gone = [block for block in reversed(blocks[first:last]) if block >= 0]
                 self._ledger.drop(group, gone)
+                seq.holes[group] -= last - first - len(gone)
                 blocks[first:last] = [PADDING_PAGE_ID] * (last - first)
                 self.tables.erase(group, seq.row, first, last)
                 seq.first[group] = last
@@ -909,6 +984,7 @@ class _Commits(_Steps):
         for tokens that aren't ints, or for more rows than were reserved.
         """
         rows = []
+        check_choice("draft_rows", draft_rows, (True, False))
         for seq, ids in self._batch(batch):
             try:
                 ids = check_tokens("tokens", ids)
@@ -945,12 +1021,16 @@ class _Commits(_Steps):
         if ledger.has_anchor and seq.nodes and not seq.nodes[-1].pins:
             for i, node in enumerate(seq.nodes):
                 if not node.pins:  # another request's copy that only the cache holds by now
-                    ledger.offer(node, self._own_blocks(seq, i), seq.ctx_start > i * size)
+                    own = self._own_blocks(seq, i)
+                    ledger.offer(node, own, seq.ctx_start > i * size)
+                    self._take_over(seq, i, own)
         first = len(seq.nodes)
         for i in range(first, len(seq.tokens) // size):
             parent = seq.nodes[-1] if seq.nodes else ledger.tree.root(seq.salt)
             tokens = seq.tokens[i * size : (i + 1) * size].tobytes()
-            node = ledger.publish(parent, tokens, self._own_blocks(seq, i), seq.ctx_start > i * size)
+            own = self._own_blocks(seq, i)
+            node = ledger.publish(parent, tokens, own, seq.ctx_start > i * size)
+            self._take_over(seq, i, own)
             if node is None:  # two contents with one hash: nothing can follow
                 seq.publishes = False
                 ledger.prune(parent)
@@ -960,6 +1040,13 @@ class _Commits(_Steps):
         if published:
             self._emit("published", seq, num_tokens=len(published) * size)
         return published
+
+    def _take_over(self, seq: SequenceState, index: int, own: Sequence[int]) -> None:
+        """A sequence goes on with a block that the index had, in place of its own."""
+        for group, block in enumerate(own):
+            if block != seq.blocks[group][index]:
+                seq.blocks[group][index] = block
+                self.tables.put(group, seq.row, index, block)
 
     def _own_blocks(self, seq: SequenceState, index: int) -> list[int]:
         return [blocks[index] for blocks in seq.blocks]
@@ -1020,7 +1107,7 @@ class _Endings(_Commits):
         self._check_row(new_request_id)
         self._settle(seq)
         twin = SequenceState(new_request_id, seq.salt, seq.reuse_prefix, seq.publishes, self.num_groups)
-        twin.tokens, twin.nodes, twin.first = seq.tokens[:], list(seq.nodes), list(seq.first)
+        twin.tokens, twin.nodes, twin.first, twin.holes = seq.tokens[:], list(seq.nodes), list(seq.first), list(seq.holes)
         twin.ctx_start, twin.reserved_end, twin.row = seq.ctx_start, seq.reserved_end, self.tables.free_rows.pop()
         seq.is_forked = twin.is_forked = True
         for group, blocks in enumerate(seq.blocks):
@@ -1080,7 +1167,7 @@ class _Resumption(_Endings):
 
         A finished id may be freed again, which does nothing; an unknown one raises `RequestError`.
         """
-        if request_id in self._finished:
+        if not isinstance(request_id, bool) and request_id in self._finished:
             return
         seq = self._sequence(request_id, live=False)
         self._let_go(seq)
@@ -1105,7 +1192,7 @@ class _Tables(_Resumption):
         """Blocks that a request holds in `group`."""
         check_int("group", group, 0, self.num_groups - 1)
         seq = self._sequence(request_id)
-        return sum(block >= 0 for block in seq.blocks[group][seq.first[group] :])
+        return len(seq.blocks[group]) - seq.first[group] - seq.holes[group]
 
     def get_batch_cache_indices(
         self, request_ids: Sequence[int], layer_idx: int | None = None
@@ -1153,12 +1240,11 @@ class _Observation(_Tables):
     def _deliver(self) -> None:
         """Tell the hook, once the call has done its work: what it raises can't leave anything half done."""
         if self._events:
-            evictions, self._ledger.evictions = self._ledger.evictions, []
-            events, self._pending_events = self._pending_events, []
-            for group, block in evictions:
-                self._events(CacheEvent("evicted", None, group, (block,)))
-            for event in events:
-                self._events(event)
+            evicted = [CacheEvent("evicted", None, group, (block,)) for group, block in self._ledger.evictions]
+            self._ledger.evictions.clear()
+            self._pending_events.extendleft(reversed(evicted))
+            while self._pending_events:  # what a raising hook leaves comes with the next call
+                self._events(self._pending_events.popleft())
 
     def block_owners(self, group: int = 0) -> list[str | tuple[int, ...]]:
         """For each block of `group` "free", "cached" or the ids of the requests that hold it."""
@@ -1173,6 +1259,7 @@ class _Observation(_Tables):
 
     def stats(self) -> CacheStats:
         """Blocks and bytes now, counters since the start."""
+        self._join_copies()
         size, groups, idle_bytes = self.tokens_per_block, [], 0
         for group, (spec, pool) in enumerate(zip(self.groups, self._ledger.pools)):
             used = pool.num_referenced * size
@@ -1180,7 +1267,7 @@ class _Observation(_Tables):
                 pool.num_blocks, len(pool.free), pool.num_cached, len(pool.evictable), pool.num_referenced,
                 pool.num_shared, pool.num_evicted, used * spec.bytes_per_token, used * spec.draft_bytes_per_token,
             ))
-            idle_bytes += spec.bytes_per_token * sum(self._idle_rows(s, group) for s in self._sequences.values())
+            idle_bytes += spec.bytes_per_token * self._idle_rows(group)
         summed = {
             name: sum(getattr(g, name) for g in groups)
             for name in ("num_free", "num_cached", "num_evictable", "num_referenced", "num_shared", "num_evicted",
@@ -1191,12 +1278,22 @@ class _Observation(_Tables):
             groups=tuple(groups), **summed,
         )
 
-    def _idle_rows(self, seq: SequenceState, group: int) -> int:
-        """Rows of a sequence's blocks that hold nothing which a later query reads."""
-        spec, size = self.groups[group], self.tokens_per_block
-        stored = rows_stored(len(seq.tokens), spec.window)
-        first, blocks = seq.first[group], seq.blocks[group]
-        return max(0, (len(blocks) - first) * size - stored) if blocks else 0
+    def used_draft_bytes(self) -> int:
+        """Bytes of the draft's part of all referenced blocks."""
+        pools = zip(self.groups, self._ledger.pools)
+        return self.tokens_per_block * sum(spec.draft_bytes_per_token * pool.num_referenced for spec, pool in pools)
+
+    def _idle_rows(self, group: int) -> int:
+        """Rows of a group's held blocks that hold nothing which a later query reads; a shared block counts once."""
+        spec, size, idle = self.groups[group], self.tokens_per_block, {}
+        for seq in self._sequences.values():
+            end, blocks, first = len(seq.tokens), seq.blocks[group], seq.first[group]
+            start = end - rows_stored(end, spec.window)
+            for i in {*range(first, min(first + 1, len(blocks))), *range(end // size, len(blocks))}:
+                used = max(0, min(end, (i + 1) * size) - max(start, i * size))
+                if blocks[i] >= 0:
+                    idle[blocks[i]] = min(idle.get(blocks[i], size), size - used)
+        return sum(idle.values())
 
 # %% ../notebooks/05_manager.ipynb #dc271669
 class _Invariants(_Observation):
@@ -1212,7 +1309,7 @@ class _Invariants(_Observation):
         pools = [(list(p.ref_counts), list(p.free), list(p.evictable), p.num_referenced, p.num_shared, p.num_evicted)
                  for p in ledger.pools]
         sequences = {i: seq.dump() for i, seq in self._sequences.items()}
-        counters = (self._hit_tokens, list(self.tables.free_rows), sorted(self._finished))
+        counters = (self._hit_tokens, list(self.tables.free_rows), self._finished.dump())
         return nodes, list(ledger.tree.roots), pools, sequences, counters, self.tables.host.tolist(), self.stats()
 
     def check_invariants(self) -> None:
@@ -1228,7 +1325,7 @@ class _Invariants(_Observation):
         for seq in self._sequences.values():
             self._check_sequence(seq)
         self._check_tables()
-        assert not self._finished & self._sequences.keys(), "a request is both finished and running"
+        assert not any(i in self._finished for i in self._sequences), "a request is both finished and running"
         size = self.tokens_per_block
         allocated = [sum(t.numel() * t.element_size() for t in tensors) for tensors in self.pools.group_tensors]
         for group, num_bytes in zip(self.groups, allocated):
@@ -1280,6 +1377,7 @@ class _SequenceInvariants(_Invariants):
         pool = self._ledger.pools[group]
         held = [block for block in blocks if block >= 0]
         assert len(blocks) == blocks_of(seq.reserved_end, size), f"{name}: reaches to block {len(blocks)}"
+        assert len(blocks) - first - seq.holes[group] == len(held), f"{name}: {seq.holes[group]} holes, {len(held)} held"
         assert len(set(held)) == len(held), f"{name}: holds a block twice"
         assert all(block < 0 for block in blocks[:first]), f"{name}: holds what its window has passed"
         oldest = spec.first_block(num_tokens, size)

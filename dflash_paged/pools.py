@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .blocks import GroupSpec
-from .checks import PADDING_PAGE_ID
+from .checks import PADDING_PAGE_ID, check_tensor
 from .memory import LayerSpec
 from .store import PageView, check_scale_values
 
@@ -77,7 +77,10 @@ class LayerViews(PagePools):
             raise ValueError(f"layer_idx: scales are for fp8 pages, layer {layer_idx} has {spec.dtype}")
         pair = []
         for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
-            scale = torch.as_tensor(value, dtype=torch.float32).detach().cpu()
+            try:
+                scale = torch.as_tensor(value, dtype=torch.float32).detach().cpu()
+            except (TypeError, ValueError, RuntimeError):
+                raise ValueError(f"{name}: expected a number or a tensor [n_kv], got {value!r:.60}") from None
             scale = scale.expand(spec.num_kv_heads) if scale.dim() == 0 else scale
             if tuple(scale.shape) != (spec.num_kv_heads,):
                 raise ValueError(f"{name}: expected shape [{spec.num_kv_heads}], got {list(scale.shape)}")
@@ -198,6 +201,7 @@ class BlockTables:
         self._group_stride = (num_rows + 1) * width
         self._single: list[int] = []  # places that changed
         self._runs: list[tuple[int, int]] = []  # (first place, number of places)
+        self._num_queued = 0  # entries of all runs
         self.num_copies = self.num_entries_sent = 0
 
     def put(self, group: int, row: int, index: int, block: int) -> None:
@@ -211,17 +215,20 @@ class BlockTables:
         if blocks:
             place = group * self._group_stride + row * self.width + index
             self._flat[place : place + len(blocks)] = blocks
-            self._runs.append((place, len(blocks)))
+            self._queue(place, len(blocks))
 
     def erase(self, group: int, row: int, first: int, last: int) -> None:
         """Entries `first` to `last` - 1 name nothing any more."""
         if last > first:
             place = group * self._group_stride + row * self.width + first
             self._flat[place : place + last - first] = PADDING_PAGE_ID
-            self._runs.append((place, last - first))
+            self._queue(place, last - first)
 
     def flush(self) -> None:
         """Send what changed since the last time: one copy and one scatter, or nothing."""
+        if self._num_queued > self._flat.size // 4:  # more than it is worth: the tables as a whole
+            self._flat_device.copy_(self.staging.send(self._flat))
+            self._forget(self._flat.size)
         if not self._single and not self._runs:
             return
         parts = [np.array(self._single, np.int64)]
@@ -229,8 +236,19 @@ class BlockTables:
         places = np.concatenate(parts)
         sent = self.staging.send(np.stack([places, self._flat[places].astype(np.int64)]))
         self._flat_device.scatter_(0, sent[0], sent[1].to(torch.int32))
-        self._single, self._runs = [], []
-        self.num_copies, self.num_entries_sent = self.num_copies + 1, self.num_entries_sent + len(places)
+        self._forget(len(places))
+
+    def _forget(self, num_sent: int) -> None:
+        self._single, self._runs, self._num_queued = [], [], 0
+        self.num_copies, self.num_entries_sent = self.num_copies + 1, self.num_entries_sent + num_sent
+
+    def _queue(self, place: int, count: int) -> None:
+        """Remember a run of changed entries, unless all will be sent anyway."""
+        self._num_queued += count
+        if self._num_queued <= self._flat.size // 4:
+            self._runs.append((place, count))
+        else:
+            self._single, self._runs = [], []
 
     def gather(self, rows: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
         """int32 `[G, len(rows), T]`: the tables of a batch, copied on the device."""
@@ -238,4 +256,6 @@ class BlockTables:
         index = self.staging.send(np.array(rows, np.int64))
         if out is None:
             return self.device.index_select(1, index)
+        shape = (len(self.device), len(rows), self.width)
+        check_tensor("out", out, shape, torch.int32, self.device.device)
         return torch.index_select(self.device, 1, index, out=out)

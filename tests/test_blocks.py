@@ -15,6 +15,7 @@ from dflash_paged.blocks import (
     check_ledger,
     check_tokens,
     common_bytes,
+    root_key,
 )
 
 SIZE = 8
@@ -254,6 +255,51 @@ def test_the_longest_valid_hit_is_found_and_ctx_starts_covers_what_is_missing():
                         missing.add(k // SIZE)
             assert all(i * SIZE < limit for i in missing), "a gap behind the limit"
             assert hit.ctx_start == (max(missing) + 1) * SIZE if missing else hit.ctx_start == 0
+
+
+def test_a_complete_idle_block_is_never_replaced_by_one_without_draft_rows():
+    """The sequence goes on with the better one; another group keeps it."""
+    ledger = BlockLedger([FULL, WINDOWED_DRAFT], SIZE)
+    (node,) = chain(ledger, 1)
+    better = list(node.blocks)
+    own = [ledger.take(group, 1)[0] for group in (0, 1)]
+    private = list(own)
+    ledger.publish(ledger.tree.root(None), node.tokens, own, draft_missing=True)
+    assert node.blocks == better and node.draft_missing == 0
+    assert own == [better[0], private[1]] and ledger.pools[0].ref_counts[better[0]] == 1
+    assert private[0] in ledger.pools[0].free
+    check_ledger(ledger, holders(ledger))
+
+
+def test_shortening_a_hit_looks_at_each_block_once():
+    """A narrow window that lost all its blocks: the hit falls to 0 in time linear in its length."""
+    import time
+
+    narrow, took = GroupSpec(9, (2,), False, True, 8, 8, 4000), {}
+    for length in (500, 4000):
+        ledger = BlockLedger([GroupSpec(None, (0,), True, False, 8, 0, 4000), narrow], SIZE)
+        nodes = chain(ledger, length)
+        for other in nodes:
+            ledger.unlink(other, 1)
+        prompt = prompt_of(length)
+        start = time.thread_time()
+        assert ledger.find(prompt, "truncate").nodes == []
+        took[length] = time.thread_time() - start
+    assert took[4000] < 30 * took[500] + 0.01
+
+
+def test_tenants_whose_hashes_are_equal_in_python_have_roots_of_their_own():
+    assert len({root_key(salt) for salt in (-1, -2, 0, 2**61 - 1, "0", None, "None")}) == 7
+
+
+def test_no_root_stays_of_a_tenant_that_could_publish_nothing(monkeypatch):
+    monkeypatch.setattr(blocks_module, "chain_hash", lambda parent_key, tokens: 7)
+    ledger = BlockLedger([FULL], SIZE)
+    ledger.publish(ledger.tree.root("a"), array("i", [1] * SIZE).tobytes(), ledger.take(0, 1))
+    root = ledger.tree.root("b")
+    assert ledger.publish(root, array("i", [2] * SIZE).tobytes(), ledger.take(0, 1)) is None
+    ledger.prune(root)
+    assert list(ledger.tree.roots) == ["a"]
 
 
 def test_part_of_a_block_is_offered_only_with_its_draft_rows():

@@ -97,6 +97,20 @@ def test_a_flush_sends_what_changed_and_only_that():
     assert tables.device[1, 0].tolist() == [-1, -1, -1, 4, 5, 6, -1, -1]
 
 
+def test_many_changes_are_sent_as_the_tables_as_a_whole():
+    """What piles up between two flushes is bounded by the tables' size."""
+    tables = BlockTables(1, 4, 100, CPU)
+    for i in range(500):
+        tables.put_run(0, i % 4, 0, list(range(i, i + 90)))
+        tables.erase(0, (i + 1) % 4, 10, 90)
+    assert len(tables._runs) + len(tables._single) <= 500
+    tables.flush()
+    assert (tables.device.numpy() == tables.host).all() and tables.num_copies == 1
+    tables.put(0, 2, 3, 5)
+    tables.flush()
+    assert (tables.device.numpy() == tables.host).all() and tables.num_entries_sent == 500 + 1
+
+
 def test_an_entry_that_changed_twice_has_its_last_value():
     for seed in range(50):
         rng, tables = random.Random(seed), BlockTables(2, 4, 8, CPU)
@@ -120,6 +134,10 @@ def test_gathered_tables_have_an_empty_row_for_padded_requests_and_may_land_in_p
     out = torch.zeros(2, 3, 4, dtype=torch.int32)
     assert tables.gather([2, 3, 0], out) is out and torch.equal(out, got)
     assert tables.gather([]).shape == (2, 0, 4)
+    for wrong in (torch.zeros(2, 2, 4, dtype=torch.int32), torch.zeros(2, 3, 4), None and 0):
+        if wrong is not None:
+            with pytest.raises(ValueError, match="^out: expected"):
+                tables.gather([2, 3, 0], wrong)
 
 
 def test_staged_values_are_not_those_of_later():
