@@ -362,11 +362,13 @@ class BlockPublication(BlockEviction):
                 continue
             missing, bit = draft_missing and spec.has_draft, 1 << group
             if old >= 0 and missing and not node.draft_missing & bit:  # the idle one is the better one
-                if group == 0 and self.has_anchor:
+                anchored = group == 0 and self.has_anchor
+                if anchored and pool.ref_counts[block] == 1:
                     self.hold(group, old)
                     self.drop(group, [block])
                     own[group] = old
-                continue
+                if not anchored or own[group] == old:
+                    continue  # a block that a fork holds too wouldn't be free: the node moves onto it after all
             self._move(node, group, block)
             if old >= 0:
                 pool.node_of_block[old] = None

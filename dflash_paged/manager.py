@@ -241,7 +241,7 @@ class SequenceState:
     """One live request: what it has stored and which blocks it holds."""
 
     __slots__ = ("request_id", "salt", "reuse_prefix", "publishes", "tokens", "blocks", "first", "holes", "nodes",
-                 "ctx_start", "reserved_end", "row", "is_forked")
+                 "ctx_start", "reserved_end", "row", "is_forked", "release_at")
 
     def __init__(self, request_id: int, salt: int | str | None, reuse_prefix: bool, publishes: bool, num_groups: int):
         self.request_id, self.salt, self.reuse_prefix = request_id, salt, reuse_prefix
@@ -255,6 +255,7 @@ class SequenceState:
         self.reserved_end = 0  # rows before it may be written by this step
         self.row = PADDING_PAGE_ID  # of the device tables; -1: preempted
         self.is_forked = False  # it may share a block that isn't full
+        self.release_at = 0  # rows with which a window passes its next block
 
     def dump(self) -> tuple:
         """All of it as plain data."""
@@ -744,6 +745,7 @@ class _Arrivals(_Prompts):
             self._pending_events.clear()
             raise
         self._sequences[seq.request_id] = seq
+        seq.release_at = 0
         seq.nodes, seq.ctx_start = list(hit.nodes), hit.ctx_start
         num_tokens = len(hit.nodes) * self.tokens_per_block + hit.num_copied_tokens
         seq.tokens, seq.reserved_end = prompt.tokens[:num_tokens], num_tokens
@@ -945,6 +947,7 @@ class _Steps(_Admission):
                 del blocks[num_blocks:]
                 if seq.first[group] > num_blocks:
                     seq.first[group] = num_blocks
+                    seq.release_at = 0
 
     def _settle(self, seq: SequenceState) -> None:
         """The step is over: only the committed rows remain."""
@@ -966,6 +969,9 @@ class _Steps(_Admission):
                 self.tables.erase(group, seq.row, first, last)
                 seq.first[group] = last
                 self._emit("released", seq, group, tuple(gone))
+        size = self.tokens_per_block
+        passes = ((seq.first[group] + 1) * size + spec.window - 1 for group, spec in self._windowed)
+        seq.release_at = min(passes, default=self.max_seq_len + 1)
 
 # %% ../notebooks/05_manager.ipynb #1a01a4e0
 class _Commits(_Steps):
@@ -987,8 +993,10 @@ class _Commits(_Steps):
         check_choice("draft_rows", draft_rows, (True, False))
         for seq, ids in self._batch(batch):
             try:
-                ids = check_tokens("tokens", ids)
-            except ValueError as error:
+                if type(ids) is not list or {*map(type, ids)} != {int} or min(ids) < 0:  # a step's few tokens: quick
+                    ids = check_tokens("tokens", ids)
+                ids = array("i", ids)
+            except (ValueError, OverflowError) as error:
                 raise ValueError(f"request {seq.request_id}: {error}") from None
             if len(seq.tokens) + len(ids) > seq.reserved_end:
                 raise ValueError(
@@ -1006,7 +1014,7 @@ class _Commits(_Steps):
                 self._shrink(seq, -(-num_tokens // size))
             if num_tokens // size > len(seq.nodes) and seq.publishes:
                 published += self._publish(seq)
-            if self._windowed:
+            if num_tokens >= seq.release_at:
                 self._release(seq)
             if self._events:
                 self._emit("committed", seq, num_tokens=len(ids))
@@ -1381,6 +1389,8 @@ class _SequenceInvariants(_Invariants):
         assert len(set(held)) == len(held), f"{name}: holds a block twice"
         assert all(block < 0 for block in blocks[:first]), f"{name}: holds what its window has passed"
         oldest = spec.first_block(num_tokens, size)
+        late = spec.window is not None and seq.release_at > (first + 1) * size + spec.window - 1
+        assert not late, f"{name}: its next block would be released late"
         assert first <= oldest, f"{name}: released block {first - 1}, reads from {oldest}"
         for i in range(first, len(blocks)):
             hole = not spec.has_target and (i + 1) * size <= seq.ctx_start

@@ -271,6 +271,19 @@ def test_a_complete_idle_block_is_never_replaced_by_one_without_draft_rows():
     check_ledger(ledger, holders(ledger))
 
 
+def test_a_block_that_a_fork_holds_too_takes_the_node_rather_than_a_block_of_others():
+    """Switching to the better block would free nothing: what is available mustn't shrink."""
+    ledger = BlockLedger([FULL], SIZE)
+    (node,) = chain(ledger, 1)
+    (block,) = ledger.take(0, 1)
+    ledger.hold(0, block)
+    available, own = ledger.pools[0].num_available, [block]
+    ledger.publish(ledger.tree.root(None), node.tokens, own, draft_missing=True)
+    assert own == [block] == node.blocks and node.pins == 2 and node.draft_missing == 1
+    assert ledger.pools[0].num_available == available
+    check_ledger(ledger, holders(ledger))
+
+
 def test_shortening_a_hit_looks_at_each_block_once():
     """A narrow window that lost all its blocks: the hit falls to 0 in time linear in its length."""
     import time
