@@ -535,6 +535,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'dflash_paged.evaluate.with_outliers': ('evaluate.html#with_outliers', 'dflash_paged/evaluate.py'),
                                        'dflash_paged.evaluate.write_rows': ('evaluate.html#write_rows', 'dflash_paged/evaluate.py')},
             'dflash_paged.host_costs': { 'dflash_paged.host_costs._summary': ('host_costs.html#_summary', 'dflash_paged/host_costs.py'),
+                                         'dflash_paged.host_costs._time_round': ( 'host_costs.html#_time_round',
+                                                                                  'dflash_paged/host_costs.py'),
                                          'dflash_paged.host_costs.filled_manager': ( 'host_costs.html#filled_manager',
                                                                                      'dflash_paged/host_costs.py'),
                                          'dflash_paged.host_costs.match_times': ( 'host_costs.html#match_times',

@@ -13,10 +13,10 @@ def test_a_filled_manager_has_few_free_blocks_and_room_for_its_steps(held, windo
     m = filled_manager(512, 8, held, windows)
     stats = m.stats().groups[0]
     assert len(m.live_requests()) == 8 and m.num_groups == 1 + len(windows)
-    assert stats.num_free <= 512 * 0.2 + 100
-    assert (stats.num_referenced > 300) if held else (stats.num_cached > 250)
+    assert stats.num_free <= 200
+    assert (stats.num_referenced > 250) if held else (stats.num_cached > 150)
     m.check_invariants()
-    rows = step_times(m, num_steps=40)
+    rows = step_times(m, num_steps=10)
     assert [r["call"] for r in rows] == ["prepare_resources", "update_resources", "both"]
     assert all(0 < r["best_ms"] <= r["median_ms"] <= r["p90_ms"] for r in rows)
     m.check_invariants()
@@ -41,7 +41,7 @@ def test_bad_sizes_are_refused():
     for call, words in (
         (lambda: filled_manager(10, 8, True), "num_blocks"), (lambda: filled_manager(512, 0, True), "num_reqs"),
         (lambda: step_times(filled_manager(512, 8, True), 0), "num_steps"), (lambda: match_times(1), "num_tokens"),
-        (lambda: match_times(1024, 0), "repeats"), (lambda: list(measure_manager((10,))), "num_blocks"),
+        (lambda: match_times(1024, 0), "repeats"), (lambda: step_times(filled_manager(512, 8, True), 3, 0), "num_rounds"), (lambda: list(measure_manager((10,))), "num_blocks"),
     ):
         with pytest.raises(ValueError, match=words):
             call()
