@@ -21,8 +21,8 @@ from .memory import LayerSpec
 # %% ../notebooks/10b_host_costs.ipynb #3d519b69
 def filled_manager(num_blocks: int, num_reqs: int, held: bool, windows: Sequence[int] = ()) -> KVCacheManager:
     """A manager of `num_blocks` blocks without memory, all in use: held by `num_reqs` requests, or mostly cached."""
-    check_int("num_blocks", num_blocks, 24 * check_int("num_reqs", num_reqs, 1))
-    spec, spare = LayerSpec(4, 128), 16 * num_reqs  # room for the steps that are timed
+    check_int("num_blocks", num_blocks, 28 * check_int("num_reqs", num_reqs, 1))
+    spec, spare = LayerSpec(4, 128), 20 * num_reqs  # room for the steps that are timed
     each = (num_blocks - spare) // num_reqs if held else 2
     manager = KVCacheManager(
         target_layers=[spec] * 2, draft_layers=[spec, *(replace(spec, sliding_window=w) for w in windows)],
@@ -40,13 +40,15 @@ def filled_manager(num_blocks: int, num_reqs: int, held: bool, windows: Sequence
     return manager
 
 
-def step_times(manager: KVCacheManager, num_steps: int = 30, num_rounds: int = 3) -> list[dict]:
+def step_times(manager: KVCacheManager, num_steps: int = 20, num_rounds: int = 6, pause_s: float = 0.0) -> list[dict]:
     """Milliseconds of one decode step of all live requests: best, median and 90th percentile of each call.
 
-    The quietest of several rounds: other work on the machine can only add to a step.
+    The quietest of several rounds, with pauses between them: other work on the machine can only add to a step.
     """
-    check_int("num_rounds", num_rounds, 1)
-    rounds = [_time_round(manager, check_int("num_steps", num_steps, 1), seed) for seed in range(num_rounds)]
+    rounds = []
+    for seed in range(check_int("num_rounds", num_rounds, 1)):
+        rounds.append(_time_round(manager, check_int("num_steps", num_steps, 1), seed))
+        time.sleep(pause_s)
     return min(rounds, key=lambda rows: rows[-1]["median_ms"])
 
 
@@ -104,14 +106,15 @@ def match_times(num_tokens: int = 131_072, repeats: int = 25) -> list[dict]:
 def measure_manager(
     sizes: Sequence[int] = (8_192, 32_768, 131_072, 524_288, 1_000_000),  # blocks
     num_reqs: int = 256,
-    num_steps: int = 30,
+    num_steps: int = 20,
+    pause_s: float = 1.0,  # between rounds
 ) -> Iterator[dict]:
     """Rows of `step_times` for each size, held and cached, with one group and with two; then `match_times`."""
     for blocks, windows in (("held", ()), ("cached", ()), ("held", (2048,))):
         for num_blocks in sizes:
             manager = filled_manager(num_blocks, num_reqs, blocks == "held", windows)
             where = {"blocks": blocks, "num_groups": manager.num_groups, "num_blocks": num_blocks, "num_requests": num_reqs}
-            for row in step_times(manager, num_steps):
+            for row in step_times(manager, num_steps, pause_s=pause_s):
                 yield where | row
     for row in match_times():
         yield {"blocks": "cached", "num_groups": 1, "num_blocks": 4096, "num_requests": 1} | row

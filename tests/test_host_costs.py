@@ -10,7 +10,7 @@ from dflash_paged.host_costs import filled_manager, match_times, measure_manager
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("windows", [(), (64,)])
 def test_a_filled_manager_has_few_free_blocks_and_room_for_its_steps(held, windows):
-    m = filled_manager(512, 8, held, windows)
+    m = filled_manager(640, 8, held, windows)
     stats = m.stats().groups[0]
     assert len(m.live_requests()) == 8 and m.num_groups == 1 + len(windows)
     assert stats.num_free <= 200
@@ -29,7 +29,7 @@ def test_matching_finds_the_prompt():
 
 
 def test_rows_are_written_with_the_machine_that_made_them(tmp_path, capsys):
-    path = record_manager(tmp_path, sizes=(256,), num_reqs=8, num_steps=3)
+    path = record_manager(tmp_path, sizes=(256,), num_reqs=8, num_steps=3, pause_s=0)
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 * 3 + 3 == len(capsys.readouterr().out.splitlines())
@@ -40,8 +40,8 @@ def test_rows_are_written_with_the_machine_that_made_them(tmp_path, capsys):
 def test_bad_sizes_are_refused():
     for call, words in (
         (lambda: filled_manager(10, 8, True), "num_blocks"), (lambda: filled_manager(512, 0, True), "num_reqs"),
-        (lambda: step_times(filled_manager(512, 8, True), 0), "num_steps"), (lambda: match_times(1), "num_tokens"),
-        (lambda: match_times(1024, 0), "repeats"), (lambda: step_times(filled_manager(512, 8, True), 3, 0), "num_rounds"), (lambda: list(measure_manager((10,))), "num_blocks"),
+        (lambda: step_times(filled_manager(640, 8, True), 0), "num_steps"), (lambda: match_times(1), "num_tokens"),
+        (lambda: match_times(1024, 0), "repeats"), (lambda: step_times(filled_manager(640, 8, True), 3, 0), "num_rounds"), (lambda: list(measure_manager((10,))), "num_blocks"),
     ):
         with pytest.raises(ValueError, match=words):
             call()
