@@ -13,7 +13,7 @@ def test_a_filled_manager_has_few_free_blocks_and_room_for_its_steps(held, windo
     m = filled_manager(640, 8, held, windows)
     stats = m.stats().groups[0]
     assert len(m.live_requests()) == 8 and m.num_groups == 1 + len(windows)
-    assert stats.num_free <= 200
+    assert stats.num_free <= 260
     assert (stats.num_referenced > 250) if held else (stats.num_cached > 150)
     m.check_invariants()
     rows = step_times(m, num_steps=10)
