@@ -958,6 +958,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'dflash_paged.pools.Staging': ('pools.html#staging', 'dflash_paged/pools.py'),
                                     'dflash_paged.pools.Staging.__init__': ('pools.html#staging.__init__', 'dflash_paged/pools.py'),
                                     'dflash_paged.pools.Staging._entry': ('pools.html#staging._entry', 'dflash_paged/pools.py'),
+                                    'dflash_paged.pools.Staging.reserve': ('pools.html#staging.reserve', 'dflash_paged/pools.py'),
                                     'dflash_paged.pools.Staging.send': ('pools.html#staging.send', 'dflash_paged/pools.py'),
                                     'dflash_paged.pools.has_passed': ('pools.html#has_passed', 'dflash_paged/pools.py'),
                                     'dflash_paged.pools.record_mark': ('pools.html#record_mark', 'dflash_paged/pools.py'),

@@ -164,6 +164,13 @@ class Staging:
     def __init__(self, device: torch.device, mark: Callable[[torch.device], object] = record_mark):
         self.device, self._mark = device, mark
         self._buffers: list[list] = []  # [pinned tensor of bytes, mark of its last copy]
+        if device.type == "cuda":
+            self.reserve(4)
+
+    def reserve(self, count: int, num_bytes: int = 4096) -> None:
+        """Pin buffers ahead: pinning memory while the device works may wait for it."""
+        for _ in range(count):
+            self._buffers.append([torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True), None])
 
     def send(self, values: np.ndarray) -> torch.Tensor:
         """`values` (any shape, C-contiguous) on the device, in the order of its current stream."""
@@ -182,8 +189,7 @@ class Staging:
             if entry[0].numel() >= num_bytes and has_passed(entry[1]):
                 return entry
         self._buffers = [entry for entry in self._buffers if not has_passed(entry[1]) or entry[0].numel() >= num_bytes]
-        size = max(4096, 1 << (num_bytes - 1).bit_length())
-        self._buffers.append([torch.empty(size, dtype=torch.uint8, pin_memory=True), None])
+        self.reserve(1, max(4096, 1 << (num_bytes - 1).bit_length()))
         return self._buffers[-1]
 
 # %% ../notebooks/04d_pools.ipynb #d4184bdc

@@ -162,9 +162,11 @@ class FakeMark:
 def test_a_pinned_buffer_is_written_again_only_behind_its_mark(monkeypatch):
     """Pitfall 34: while a copy is in flight its buffer stays as it is; another one is taken."""
     marks = []
-    staging = Staging(torch.device("cuda"), lambda device: marks.append(FakeMark()) or marks[-1])
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+    staging = Staging(torch.device("cuda"), lambda device: marks.append(FakeMark()) or marks[-1])
+    assert len(staging._buffers) == 4, "pinned ahead"
+    staging._buffers.clear()
     used = []
     for step in range(6):
         if step == 4:

@@ -44,7 +44,8 @@ def no_sync():
 def test_each_step_sees_its_own_tables_while_the_host_runs_ahead(no_sync):
     """Pitfall 34: a pinned buffer that is written again before its copy has run gives a mixture of steps."""
     m, seen, expected = make_manager(num_blocks=[100, 60]), [], []
-    torch.cuda._sleep(LONG_NAP)
+    m.tables.staging.reserve(100)  # pinning memory may wait for the device
+    torch.cuda._sleep(5 * LONG_NAP)
     ids = list(range(8))
     for i in ids:
         m.add_sequence(i, [i] * 5)
@@ -60,8 +61,9 @@ def test_each_step_sees_its_own_tables_while_the_host_runs_ahead(no_sync):
     torch.cuda.set_sync_debug_mode("default")
     for got, want in zip(seen, expected):
         assert torch.equal(got.cpu(), want)
+    in_flight = sum(mark is not None for _, mark in m.tables.staging._buffers)
+    assert in_flight > 40, "the nap was too short to prove anything"
     m.check_invariants()
-    assert m.tables.num_copies <= 40 and len(m.tables.staging._buffers) > 1, "the nap was too short to prove anything"
 
 
 def test_tables_keep_their_address_and_a_graph_reads_the_present_ones():
