@@ -13,7 +13,7 @@ import torch
 
 from .attention import draft_attention
 from .block_table import slots_of_positions
-from .checks import check_int
+from .checks import check_choice, check_int
 from .drafter import DraftModel, DraftStep
 from .engine import Engine
 from .manager import KVCacheManager
@@ -115,7 +115,8 @@ REUSE_CASES = (
 
 
 def make_reuse_engine(case: ReuseCase, target, drafter: DraftModel, **settings) -> Engine:
-    """An engine whose draft context lives where `case` says."""
+    """An engine whose draft context lives where `case` says; `ValueError` for another place or an unknown policy."""
+    check_choice("context", case.context, ("manager", "dense", "separate"))
     engine = Engine(
         target, drafter, context="paged" if case.context == "manager" else "dense",
         missing_draft_policy=case.policy, recompute_tail_tokens=case.tail_tokens, **settings,
