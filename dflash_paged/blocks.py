@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['MAX_TOKEN_ID', 'POLICIES', 'GroupSpec', 'BlockPool', 'chain_hash', 'check_tokens', 'check_salt', 'Prompt', 'root_key',
-           'PrefixNode', 'common_bytes', 'PrefixTree', 'BlockStates', 'BlockEviction', 'BlockPublication', 'Hit',
-           'HitRules', 'BlockLedger', 'check_pool', 'check_tree', 'check_ledger']
+           'PrefixNode', 'common_bytes', 'PrefixSearch', 'PrefixTree', 'BlockPins', 'BlockStates', 'BlockSupply',
+           'BlockEviction', 'BlockOffers', 'BlockPublication', 'Hit', 'HitGaps', 'HitRules', 'BlockLedger',
+           'check_pool', 'check_tree', 'check_ledger']
 
 # %% ../notebooks/04c_blocks.ipynb #a4a5b3cf
 from array import array
@@ -165,8 +166,8 @@ def common_bytes(a: bytes, b: bytes) -> int:
     return size - (difference.bit_length() + 7) // 8
 
 # %% ../notebooks/04c_blocks.ipynb #fc9d0aa7
-class PrefixTree:
-    """Full blocks by what they hold: one tree a salt, found by chained hash, confirmed by their tokens."""
+class PrefixSearch:
+    """Full blocks by what they hold, and how they are found."""
 
     def __init__(self, num_groups: int):
         self.num_groups = num_groups
@@ -199,6 +200,10 @@ class PrefixTree:
                 best, most = node, common
         return best, most
 
+# %% ../notebooks/04c_blocks.ipynb #674c6424
+class PrefixTree(PrefixSearch):
+    """One tree a salt: blocks found by chained hash, confirmed by their tokens, entered and removed."""
+
     def insert(self, parent: PrefixNode, tokens: bytes) -> PrefixNode | None:
         """The node of these tokens behind `parent`, new or known; None if its key is taken by other content."""
         key = chain_hash(parent.key, tokens)
@@ -220,8 +225,8 @@ class PrefixTree:
             self.roots.pop(node.parent.tokens, None)
 
 # %% ../notebooks/04c_blocks.ipynb #2cb023cd
-class BlockStates:
-    """Holding and letting go, in every group."""
+class BlockPins:
+    """The groups' blocks, the tree over them, and what keeps a block from being evicted."""
 
     def __init__(self, groups: Sequence[GroupSpec], tokens_per_block: int):
         self.groups, self.tokens_per_block = tuple(groups), tokens_per_block
@@ -252,6 +257,10 @@ class BlockStates:
             evictable[node.blocks[0]] = None
             node = node.parent
 
+# %% ../notebooks/04c_blocks.ipynb #a9823875
+class BlockStates(BlockPins):
+    """Holding and letting go, in every group."""
+
     def hold(self, group: int, block: int) -> None:
         """Another sequence holds a block that is published or held already."""
         pool = self.pools[group]
@@ -277,9 +286,9 @@ class BlockStates:
             elif is_last:
                 pool.evictable[block] = None
 
-# %% ../notebooks/04c_blocks.ipynb #a9823875
-class BlockEviction(BlockStates):
-    """Handing blocks out, cached ones where no free one is left."""
+# %% ../notebooks/04c_blocks.ipynb #d9224dc4
+class BlockSupply(BlockStates):
+    """Handing blocks out, the oldest cached ones where no free one is left."""
 
     def take(self, group: int, count: int) -> list[int]:
         """`count` blocks for one sequence: free ones first, then evicted ones."""
@@ -315,6 +324,10 @@ class BlockEviction(BlockStates):
                     self._detach(node, other)
         self.prune(node)
 
+# %% ../notebooks/04c_blocks.ipynb #d71fc138
+class BlockEviction(BlockSupply):
+    """What a block's eviction does to its node."""
+
     def _detach(self, node: PrefixNode, group: int) -> None:
         pool, block = self.pools[group], node.blocks[group]
         node.blocks[group], pool.node_of_block[block] = PADDING_PAGE_ID, None
@@ -332,8 +345,8 @@ class BlockEviction(BlockStates):
             self.tree.roots.pop(node.tokens, None)
 
 # %% ../notebooks/04c_blocks.ipynb #4c5ed9c3
-class BlockPublication(BlockEviction):
-    """What enters the index, and what is forgotten at once."""
+class BlockOffers(BlockEviction):
+    """What enters the index."""
 
     def publish(
         self, parent: PrefixNode, tokens: bytes, own: list[int], draft_missing: bool = False
@@ -376,6 +389,10 @@ class BlockPublication(BlockEviction):
                 pool.free.append(old)
             self.lacks_draft_rows |= missing
             node.draft_missing = node.draft_missing | bit if missing else node.draft_missing & ~bit
+
+# %% ../notebooks/04c_blocks.ipynb #5f84d77a
+class BlockPublication(BlockOffers):
+    """What is forgotten, or withheld, at once."""
 
     def _move(self, node: PrefixNode, group: int, block: int) -> None:
         pool = self.pools[group]
@@ -423,8 +440,40 @@ class Hit:
     source: PrefixNode | None = None  # the block whose first rows are copied
     num_copied_tokens: int = 0
 
+# %% ../notebooks/04c_blocks.ipynb #cacbafb8
+class HitGaps(BlockPublication):
+    """Where a chain of nodes lacks a block."""
 
-class HitRules(BlockPublication):
+    def _usable(self, nodes: list[PrefixNode], length: int) -> int:
+        """How long a hit of at most `length` blocks can be: the target's windowed layers need those in their window."""
+        windowed = [g for g, spec in enumerate(self.groups) if spec.has_target and (g or not self.has_anchor)]
+        while length:
+            gap = max((self._last_gap(nodes, g, length) for g in windowed), default=-1)
+            if gap < 0:
+                break
+            length = gap  # any longer hit has this gap in its window, too
+        return length
+
+    def _last_gap(self, nodes: list[PrefixNode], group: int, length: int) -> int:
+        size = self.tokens_per_block
+        first = self.groups[group].first_block(length * size, size)
+        return next((i for i in range(length - 1, first - 1, -1) if nodes[i].blocks[group] < 0), -1)
+
+    def _missing(self, nodes: list[PrefixNode]) -> list[int]:
+        """Blocks of a hit that a draft layer would read and whose draft rows don't exist, in order."""
+        size, found = self.tokens_per_block, set()
+        for group, spec in enumerate(self.groups):
+            anchored = group == 0 and self.has_anchor
+            if spec.has_draft and not (anchored and not self.lacks_draft_rows):
+                bit, first = 1 << group, spec.first_block(len(nodes) * size, size)
+                found.update(
+                    i for i in range(first, len(nodes))
+                    if nodes[i].draft_missing & bit or nodes[i].blocks[group] < 0
+                )
+        return sorted(found)
+
+# %% ../notebooks/04c_blocks.ipynb #4600c64e
+class HitRules(HitGaps):
     """What a chain of nodes is worth to a prompt."""
 
     def cut(self, nodes: list[PrefixNode], policy: str, tail_tokens: int) -> tuple[list[PrefixNode], int]:
@@ -454,34 +503,6 @@ class HitRules(BlockPublication):
             if late >= length:
                 return length
             length = self._usable(nodes, late)
-
-    def _usable(self, nodes: list[PrefixNode], length: int) -> int:
-        """How long a hit of at most `length` blocks can be: the target's windowed layers need those in their window."""
-        windowed = [g for g, spec in enumerate(self.groups) if spec.has_target and (g or not self.has_anchor)]
-        while length:
-            gap = max((self._last_gap(nodes, g, length) for g in windowed), default=-1)
-            if gap < 0:
-                break
-            length = gap  # any longer hit has this gap in its window, too
-        return length
-
-    def _last_gap(self, nodes: list[PrefixNode], group: int, length: int) -> int:
-        size = self.tokens_per_block
-        first = self.groups[group].first_block(length * size, size)
-        return next((i for i in range(length - 1, first - 1, -1) if nodes[i].blocks[group] < 0), -1)
-
-    def _missing(self, nodes: list[PrefixNode]) -> list[int]:
-        """Blocks of a hit that a draft layer would read and whose draft rows don't exist, in order."""
-        size, found = self.tokens_per_block, set()
-        for group, spec in enumerate(self.groups):
-            anchored = group == 0 and self.has_anchor
-            if spec.has_draft and not (anchored and not self.lacks_draft_rows):
-                bit, first = 1 << group, spec.first_block(len(nodes) * size, size)
-                found.update(
-                    i for i in range(first, len(nodes))
-                    if nodes[i].draft_missing & bit or nodes[i].blocks[group] < 0
-                )
-        return sorted(found)
 
 # %% ../notebooks/04c_blocks.ipynb #c6c0d567
 class BlockLedger(HitRules):
@@ -535,7 +556,7 @@ def check_pool(ledger: BlockLedger, group: int, holders: Counter) -> None:
     assert pool.num_shared == sum(count > 1 for count in pool.ref_counts)
     assert len(pool.evictable) + len(pool.free) <= pool.num_blocks
 
-
+# %% ../notebooks/04c_blocks.ipynb #d7b4a103
 def check_tree(ledger: BlockLedger, holders: Sequence[Counter]) -> None:
     """Assert that every node hangs where it says and offers what the pools know."""
     tree, order = ledger.tree, {block: i for i, block in enumerate(ledger.pools[0].evictable)}
@@ -564,7 +585,7 @@ def check_tree(ledger: BlockLedger, holders: Sequence[Counter]) -> None:
     for group, pool in enumerate(ledger.pools):
         assert sum(node is not None for node in pool.node_of_block) == linked[group]
 
-
+# %% ../notebooks/04c_blocks.ipynb #100f0ecd
 def check_ledger(ledger: BlockLedger, holders: Sequence[Counter]) -> None:
     """Raise `AssertionError` unless pools, tree and `holders` (a Counter of each block's holders, a group) agree."""
     for group in range(len(ledger.pools)):

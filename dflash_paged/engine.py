@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['CONTEXTS', 'KV_DTYPES', 'DRAFT_KV_DTYPES', 'RefusedRequest', 'RequestStats', 'RequestResult', 'RunningRequest',
            'emit_tokens', 'count_accepted', 'pick_num_draft_tokens', 'make_context', 'check_models',
-           'pick_draft_kv_dtype', 'pick_v_layout', 'draft_layer_specs', 'set_draft_scales', 'EngineState',
-           'most_blocks', 'has_room', 'window_blocks', 'admit', 'StepPlan', 'plan_step', 'decode_rows', 'prefill_rows',
-           'build_target_batch', 'accept', 'draft_next', 'settle', 'save', 'restore', 'deliver', 'result_of', 'finish',
-           'record_draft_bytes', 'token_list', 'check_prompt', 'check_ever_fits', 'abort_request', 'RequestQueue',
-           'StepRunner', 'Engine']
+           'pick_draft_kv_dtype', 'pick_v_layout', 'draft_layer_specs', 'default_num_blocks', 'set_draft_scales',
+           'EngineState', 'most_blocks', 'has_room', 'window_blocks', 'admit', 'StepPlan', 'plan_step', 'decode_rows',
+           'prefill_rows', 'build_target_batch', 'accept', 'draft_next', 'settle', 'save', 'restore', 'deliver',
+           'result_of', 'finish', 'record_draft_bytes', 'token_list', 'check_prompt', 'check_ever_fits',
+           'abort_request', 'RequestQueue', 'StepRunner', 'Engine']
 
 # %% ../notebooks/08_engine.ipynb #9589a65d
 import operator
@@ -207,6 +207,13 @@ def draft_layer_specs(drafter: DraftModel | None, dtype: str, v_layout: str) -> 
     return tuple(replace(spec, v_layout=v_layout) for spec in specs)
 
 
+def default_num_blocks(num_blocks, kv_cache_bytes, max_batch_size: int, max_seq_len: int, tokens_per_block: int):
+    """What was asked for, or blocks with which every slot can grow to `max_seq_len` tokens."""
+    if num_blocks is not None or kv_cache_bytes is not None:
+        return num_blocks
+    return max_batch_size * -(-max_seq_len // tokens_per_block)
+
+
 def set_draft_scales(manager: KVCacheManager, drafter: DraftModel, first_layer: int) -> None:
     """Hand the drafter's scales to the pages of its layers, where writers and readers find them."""
     for i, (k_scale, v_scale) in enumerate(zip(*drafter.kv_scales)):
@@ -238,16 +245,14 @@ class EngineState:
         v_layout = pick_v_layout(draft_attention_mode, draft_dtype, self.drafter, context, tokens_per_block)
         draft_specs = draft_layer_specs(self.drafter if context == "paged" else None, draft_dtype, v_layout)
         self.workspaces = AttentionWorkspaces(max_batch_size)
-        if num_blocks is None and kv_cache_bytes is None:
-            num_blocks = max_batch_size * -(-max_seq_len // tokens_per_block)
+        num_blocks = default_num_blocks(num_blocks, kv_cache_bytes, max_batch_size, max_seq_len, tokens_per_block)
         self.manager = KVCacheManager(
             target_layers=target.layer_specs(kv_dtype), draft_layers=draft_specs,
-            tokens_per_block=tokens_per_block, num_blocks=num_blocks, kv_cache_bytes=kv_cache_bytes,
-            max_seq_len=max_seq_len, max_batch_size=max_batch_size, device=target.device,
-            num_lookahead_tokens=self.num_query_rows, enable_prefix_reuse=enable_prefix_reuse,
-            draft_kv_dtype=draft_dtype, missing_draft_policy=missing_draft_policy,
-            recompute_tail_tokens=recompute_tail_tokens, max_chunk_tokens=max_step_tokens,
-            expected_lengths=expected_lengths,
+            tokens_per_block=tokens_per_block, num_blocks=num_blocks, kv_cache_bytes=kv_cache_bytes, device=target.device,
+            max_seq_len=max_seq_len, max_batch_size=max_batch_size, num_lookahead_tokens=self.num_query_rows,
+            enable_prefix_reuse=enable_prefix_reuse, draft_kv_dtype=draft_dtype, expected_lengths=expected_lengths,
+            missing_draft_policy=missing_draft_policy, recompute_tail_tokens=recompute_tail_tokens,
+            max_chunk_tokens=max_step_tokens,
         )
         if draft_dtype == "float8_e4m3fn" and draft_specs:
             set_draft_scales(self.manager, self.drafter, target.num_layers)
@@ -256,8 +261,7 @@ class EngineState:
         self.draft_row_bytes = sum(s.bytes_per_token for s in draft_specs)
         self.target_pages = LayerPages(self.manager, range(target.num_layers))
         self.waiting, self.running = deque[RunningRequest](), list[RunningRequest]()
-        self.num_requests = self.num_sequences = 0
-        self.finished: list[RequestResult] = []  # not yet returned by a step
+        self.num_requests, self.num_sequences, self.finished = 0, 0, list[RequestResult]()  # not yet returned by a step
         self.undelivered: deque[tuple[RunningRequest, int]] = deque()  # tokens that on_token has yet to see
         self.peak_draft_bytes = (0, 0)  # reserved, used
 
@@ -286,7 +290,7 @@ def has_room(state: EngineState, request: RunningRequest) -> bool:
             return False
     return True
 
-
+# %% ../notebooks/08_engine.ipynb #dd4d8801
 def window_blocks(state: EngineState, requests: Sequence[RunningRequest], group: int) -> int:
     """Most blocks of a windowed group that `requests` ever hold together, prompts in chunks.
 
@@ -300,7 +304,7 @@ def window_blocks(state: EngineState, requests: Sequence[RunningRequest], group:
     together = sum(map(min, decoding, each)) + state.max_step_tokens // state.manager.tokens_per_block + 1
     return min(sum(each), together)
 
-
+# %% ../notebooks/08_engine.ipynb #dd4d8802
 def admit(state: EngineState) -> None:
     """Move waiting requests, oldest first, to running while slots and blocks allow."""
     while state.waiting and len(state.running) < state.max_batch_size and has_room(state, state.waiting[0]):

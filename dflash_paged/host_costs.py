@@ -20,7 +20,7 @@ from .memory import LayerSpec
 
 # %% ../notebooks/10b_host_costs.ipynb #3d519b69
 def filled_manager(num_blocks: int, num_reqs: int, held: bool, windows: Sequence[int] = ()) -> KVCacheManager:
-    """A manager of `num_blocks` blocks without memory, all in use: held by `num_reqs` requests, or mostly cached."""
+    """A manager of `num_blocks` blocks without memory: held by `num_reqs` requests, or mostly cached, none free."""
     check_int("num_blocks", num_blocks, 28 * check_int("num_reqs", num_reqs, 1))
     spec, spare = LayerSpec(4, 128), 20 * num_reqs  # room for the steps that are timed
     each = (num_blocks - spare) // num_reqs if held else 2
@@ -29,7 +29,7 @@ def filled_manager(num_blocks: int, num_reqs: int, held: bool, windows: Sequence
         num_blocks=num_blocks, max_seq_len=32 * (each + 200), max_batch_size=num_reqs, num_lookahead_tokens=8,
         device="meta",
     )
-    others = 0 if held else (num_blocks - spare) // 100  # earlier requests, of 100 blocks each
+    others = 0 if held else num_blocks // 100  # earlier requests, of 100 blocks each: more than there is room for
     for i in range(others + num_reqs):
         tokens = array("i", range(i, i + 32 * (each if i >= others else 100) + 1))
         manager.add_sequence(i, tokens, reuse_prefix=False)
@@ -51,7 +51,7 @@ def step_times(manager: KVCacheManager, num_steps: int = 20, num_rounds: int = 6
         time.sleep(pause_s)
     return min(rounds, key=lambda rows: rows[-1]["median_ms"])
 
-
+# %% ../notebooks/10b_host_costs.ipynb #c6065425
 def _time_round(manager: KVCacheManager, num_steps: int, seed: int) -> list[dict]:
     rng, ids = random.Random(seed), manager.live_requests()
     times: dict[str, list[float]] = {"prepare_resources": [], "update_resources": [], "both": []}
@@ -113,11 +113,14 @@ def measure_manager(
     for blocks, windows in (("held", ()), ("cached", ()), ("held", (2048,))):
         for num_blocks in sizes:
             manager = filled_manager(num_blocks, num_reqs, blocks == "held", windows)
+            evicted = manager.stats().num_evicted
+            rows = step_times(manager, num_steps, pause_s=pause_s)
+            evicted = manager.stats().num_evicted - evicted
             where = {"blocks": blocks, "num_groups": manager.num_groups, "num_blocks": num_blocks, "num_requests": num_reqs}
-            for row in step_times(manager, num_steps, pause_s=pause_s):
-                yield where | row
+            for row in rows:
+                yield where | row | {"num_evicted": evicted}
     for row in match_times():
-        yield {"blocks": "cached", "num_groups": 1, "num_blocks": 4096, "num_requests": 1} | row
+        yield {"blocks": "cached", "num_groups": 1, "num_blocks": 4096, "num_requests": 1} | row | {"num_evicted": 0}
 
 
 def record_manager(folder: str | Path, **settings) -> Path:

@@ -6,7 +6,8 @@
 __all__ = ['OutOfBlocks', 'RequestError', 'Mapping', 'get_num_spec_layers', 'get_pp_layers', 'resolve_layers',
            'build_per_layer_num_kv_heads', 'group_layers', 'SequenceLimits', 'blocks_of', 'split_budget',
            'budget_words', 'describe_group', 'SequenceState', 'SequenceStart', 'GroupStats', 'CacheStats', 'CacheEvent',
-           'check_mask', 'check_expected', 'FinishedIds', 'KVCacheManager', 'snapshot_blocks', 'draw_blocks']
+           'check_mask', 'check_expected', 'check_device', 'check_hook', 'FinishedIds', 'KVCacheManager',
+           'snapshot_blocks', 'draw_blocks']
 
 # %% ../notebooks/05_manager.ipynb #e4f5376c
 from array import array
@@ -30,6 +31,7 @@ from dflash_paged.blocks import (
 from .checks import PADDING_PAGE_ID, check_choice, check_int, check_tokens_per_block
 from dflash_paged.memory import (
     DTYPE_BYTES,
+    SHORT_DTYPE,
     LayerSpec,
     blocks_held,
     bytes_per_token,
@@ -144,7 +146,7 @@ def group_layers(layers: dict[int, LayerSpec], num_target_layers: int) -> list[G
         ))
     return groups
 
-
+# %% ../notebooks/05_manager.ipynb #b17e19b6
 @dataclass(frozen=True)
 class SequenceLimits:
     """What bounds a request's rows."""
@@ -177,12 +179,12 @@ class SequenceLimits:
         rows = window - 1 + chunk_tokens + self.num_lookahead_tokens
         return min(end, (rows + 2 * self.tokens_per_block - 2) // self.tokens_per_block)
 
-
+# %% ../notebooks/05_manager.ipynb #f7ce8009
 def blocks_of(num_tokens: int, tokens_per_block: int) -> int:
     """Blocks that hold `num_tokens` rows."""
     return -(-num_tokens // tokens_per_block)
 
-# %% ../notebooks/05_manager.ipynb #b17e19b6
+# %% ../notebooks/05_manager.ipynb #043c9b23
 def split_budget(
     groups: Sequence[GroupSpec],
     kv_cache_bytes: int,  # for all groups together
@@ -220,7 +222,7 @@ def _share_rest(blocks: list[int], pages: list[int], sizes: list[int], left: int
         left %= block_bytes
     return [n + m for n, m in zip(blocks, more)]
 
-
+# %% ../notebooks/05_manager.ipynb #ed372a10
 def budget_words(groups: Sequence[GroupSpec], least: Sequence[int], sizes: Sequence[int], given: object) -> str:
     """What one request needs, group by group, and what was given."""
     needs = " and ".join(
@@ -234,7 +236,7 @@ def describe_group(group: GroupSpec) -> str:
     """A few words for a group."""
     kind = "full attention" if group.window is None else f"window {group.window:,}"
     owner = "target and draft" if group.has_target and group.has_draft else "target" if group.has_target else "draft"
-    return f"{kind}, {len(group.layers)} {owner} layers"
+    return f"{kind}, {len(group.layers)} {owner} layer{'s' * (len(group.layers) > 1)}"
 
 # %% ../notebooks/05_manager.ipynb #99b416f5
 class SequenceState:
@@ -293,7 +295,13 @@ class GroupStats:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """The manager's blocks and bytes now, summed over its groups, and its counters since it was made."""
+    """The manager's blocks and bytes now, summed over its groups, and its counters since it was made.
+
+    Blocks of different groups differ in bytes: compare `groups` one by one. free: no holder, no content. cached: no
+    holder, kept for a later hit; evictable: the part of them that could be handed out now. referenced: held by a request;
+    shared: by more than one. published: prefixes in the index. fragmentation: rows of held blocks that no later query
+    reads; used: all bytes of held blocks.
+    """
 
     num_free: int  # blocks without holder or content
     num_cached: int  # without holder, kept for a later hit
@@ -311,10 +319,16 @@ class CacheStats:
 
 @dataclass(frozen=True)
 class CacheEvent:
-    """Something that happened, for an `events` hook."""
+    """Something that a call did, for an `events` hook; `num_tokens` is 0 and `blocks` empty where not named here.
 
-    kind: str  # added, reserved, committed, published, evicted, released, copied, rewound, forked, preempted, ...
-    request_id: int | None = None
+    added, resumed: `num_tokens` were reused. reserved: rows that the step may write. committed: rows kept.
+    published: rows of the blocks that are now in the index. released: `blocks` that a window of `group` has passed.
+    copied: `blocks` are (source, copy). rewound, preempted: rows given up. forked: rows shared with the twin.
+    freed: the request has ended. evicted: the index forgot `blocks` of `group`.
+    """
+
+    kind: str
+    request_id: int | None = None  # None: evicted
     group: int | None = None
     blocks: tuple[int, ...] = ()
     num_tokens: int = 0
@@ -340,7 +354,23 @@ def check_expected(lengths: Sequence[int] | None, max_seq_len: int) -> tuple[int
     except ValueError as error:
         raise ValueError(f"expected_{error}") from None
 
+# %% ../notebooks/05_manager.ipynb #f6bd1ee5
+def check_device(device: object) -> torch.device:
+    """The device of the pages; `ValueError` for one that isn't there."""
+    try:
+        torch.empty(0, device=device)
+        return torch.device(device)
+    except (TypeError, RuntimeError, AssertionError) as error:
+        raise ValueError(f"device: expected one that torch can use here, got {device!r:.60}: {error!s:.120}") from None
 
+
+def check_hook(events: object) -> Callable | None:
+    """An `events` hook; `ValueError` unless it is callable or None."""
+    if events is not None and not callable(events):
+        raise ValueError(f"events: expected a callable or None, got {events!r:.60}")
+    return events
+
+# %% ../notebooks/05_manager.ipynb #1b43d9d1
 class FinishedIds:
     """Ids that were used and are done; those of a server that counts up take no room."""
 
@@ -361,8 +391,44 @@ class FinishedIds:
         """All of it as plain data."""
         return self._below, sorted(self._others)
 
-# %% ../notebooks/05_manager.ipynb #1b43d9d1
-class _Registration:
+# %% ../notebooks/05_manager.ipynb #f03c73d6
+class _Settings:
+    """Layers and limits of this rank, checked."""
+
+    def _set_layers(self, target_layers, draft_layers, draft_kv_dtype, mapping, layer_mask) -> None:
+        if not isinstance(mapping, Mapping):
+            raise ValueError(f"mapping: expected a Mapping, got {mapping!r:.60}")
+        for name, layers in (("target_layers", target_layers), ("draft_layers", draft_layers)):
+            if not isinstance(layers, Iterable):
+                raise ValueError(f"{name}: expected a sequence of LayerSpec, got {layers!r:.60}")
+        target_layers, draft_layers = tuple(target_layers), tuple(draft_layers)
+        all_layers = resolve_layers(target_layers, draft_layers, draft_kv_dtype, mapping.tp_size)
+        self.mapping, self.layer_mask = mapping, check_mask(layer_mask)
+        self.num_target_layers = len(all_layers) - get_num_spec_layers(draft_layers)
+        self.num_layers = len(all_layers)  # of the whole model
+        ids = self._layers_of(mapping.pp_rank)
+        if not ids:
+            raise ValueError(f"layer_mask: expected a layer on pipeline rank {mapping.pp_rank}, got none")
+        self.layers = {i: all_layers[i] for i in ids}  # of this rank, by layer id
+
+    def _layers_of(self, pp_rank: int) -> list[int]:
+        num_spec = self.num_layers - self.num_target_layers
+        return get_pp_layers(self.num_target_layers, num_spec, self.mapping.pp_size, pp_rank, self.layer_mask)
+
+    def _set_limits(self, tokens_per_block, max_seq_len, num_lookahead_tokens, max_batch_size, max_num_seqs) -> None:
+        limits = (
+            check_tokens_per_block(tokens_per_block), check_int("max_seq_len", max_seq_len, 1),
+            check_int("num_lookahead_tokens", num_lookahead_tokens, 1),
+        )
+        self.limits = SequenceLimits(*limits)
+        self.tokens_per_block, self.max_seq_len, self.num_lookahead_tokens = limits
+        self.max_blocks_per_seq = blocks_of(self.max_seq_len, self.tokens_per_block)
+        self.max_batch_size = self.max_num_seqs = check_int("max_batch_size", max_batch_size, 1)
+        if max_num_seqs is not None:
+            self.max_num_seqs = check_int("max_num_seqs", max_num_seqs, self.max_batch_size)
+
+# %% ../notebooks/05_manager.ipynb #67b06384
+class _Registration(_Settings):
     """Layers, groups and limits of this rank."""
 
     def __init__(
@@ -390,50 +456,23 @@ class _Registration:
         recompute_tail_tokens: int = 256,  # rows that "recompute_tail" prefills again at most
         events: Callable[[CacheEvent], None] | None = None,  # called after each change
     ):
-        if not isinstance(mapping, Mapping):
-            raise ValueError(f"mapping: expected a Mapping, got {mapping!r:.60}")
-        target_layers, draft_layers = tuple(target_layers), tuple(draft_layers)
-        all_layers = resolve_layers(target_layers, draft_layers, draft_kv_dtype, mapping.tp_size)
-        self.mapping, self.layer_mask = mapping, check_mask(layer_mask)
-        self.num_target_layers = len(all_layers) - get_num_spec_layers(draft_layers)
-        self.num_layers = len(all_layers)  # of the whole model
-        ids = self._layers_of(mapping.pp_rank)
-        if not ids:
-            raise ValueError(f"layer_mask: expected a layer on pipeline rank {mapping.pp_rank}, got none")
-        self.layers = {i: all_layers[i] for i in ids}  # of this rank, by layer id
-        limits = (
-            check_tokens_per_block(tokens_per_block), check_int("max_seq_len", max_seq_len, 1),
-            check_int("num_lookahead_tokens", num_lookahead_tokens, 1),
-        )
-        self.limits = SequenceLimits(*limits)
-        self.tokens_per_block, self.max_seq_len, self.num_lookahead_tokens = limits
-        self.max_batch_size = check_int("max_batch_size", max_batch_size, 1)
-        self.max_num_seqs = self.max_batch_size
-        if max_num_seqs is not None:
-            self.max_num_seqs = check_int("max_num_seqs", max_num_seqs, self.max_batch_size)
+        """Allocate pools and tables; `ValueError` names the argument that doesn't fit."""
+        self.device, self._events, self._pending_events = check_device(device), check_hook(events), deque()
+        self._set_layers(target_layers, draft_layers, draft_kv_dtype, mapping, layer_mask)
+        self._set_limits(tokens_per_block, max_seq_len, num_lookahead_tokens, max_batch_size, max_num_seqs)
         self.max_chunk_tokens = None if max_chunk_tokens is None else check_int("max_chunk_tokens", max_chunk_tokens, 1)
-        self.missing_draft_policy = check_choice("missing_draft_policy", missing_draft_policy, POLICIES)
-        self.recompute_tail_tokens = check_int("recompute_tail_tokens", recompute_tail_tokens, 1)
+        self.expected_lengths = check_expected(expected_lengths, self.max_seq_len)
+        self.kv_layout = check_choice("kv_layout", kv_layout, ("NHD", "HND"))
         self.enable_prefix_reuse = bool(check_choice("enable_prefix_reuse", enable_prefix_reuse, (True, False)))
         self.enable_partial_reuse = bool(check_choice("enable_partial_reuse", enable_partial_reuse, (True, False)))
-        self.kv_layout = check_choice("kv_layout", kv_layout, ("NHD", "HND"))
-        if events is not None and not callable(events):
-            raise ValueError(f"events: expected a callable or None, got {events!r:.60}")
-        self.device, self._events, self._pending_events = torch.device(device), events, deque()
-        self.max_blocks_per_seq = blocks_of(self.max_seq_len, self.tokens_per_block)
-        self.expected_lengths = check_expected(expected_lengths, self.max_seq_len)
-        self.buffers_version = 0
-        self._finished = FinishedIds()
-        self._hit_tokens = 0
+        self.missing_draft_policy = check_choice("missing_draft_policy", missing_draft_policy, POLICIES)
+        self.recompute_tail_tokens = check_int("recompute_tail_tokens", recompute_tail_tokens, 1)
+        self.buffers_version, self._finished, self._hit_tokens = 0, FinishedIds(), 0
         self._allocate(num_blocks, kv_cache_bytes)
 
-    def _layers_of(self, pp_rank: int) -> list[int]:
-        num_spec = self.num_layers - self.num_target_layers
-        return get_pp_layers(self.num_target_layers, num_spec, self.mapping.pp_size, pp_rank, self.layer_mask)
-
-# %% ../notebooks/05_manager.ipynb #f03c73d6
-class _Budget(_Registration):
-    """Bytes to blocks, and blocks to tensors."""
+# %% ../notebooks/05_manager.ipynb #c1c654c7
+class _Allocation(_Registration):
+    """Groups, pools and tables."""
 
     def get_cache_size_per_token(self, kind: str | None = None) -> int:
         """Bytes of one token over this rank's layers: all, or `kind` "target" or "draft" only."""
@@ -470,6 +509,10 @@ class _Budget(_Registration):
         self._marked: deque[tuple] = deque()  # (mark, nodes) whose rows may not be stored yet
         self.buffers_version, self.is_planned = self.buffers_version + 1, kv_cache_bytes is not None
 
+# %% ../notebooks/05_manager.ipynb #c7f43d3a
+class _Budget(_Allocation):
+    """Bytes to blocks, and blocks to tensors."""
+
     def _resolve_num_blocks(self, groups, num_blocks, kv_cache_bytes) -> list[int]:
         if (num_blocks is None) == (kv_cache_bytes is None):
             raise ValueError(
@@ -493,18 +536,25 @@ class _Budget(_Registration):
         size, lines = self.tokens_per_block, []
         for i, group in enumerate(self.groups):
             num_bytes = group.num_blocks * size * group.bytes_per_token
+            target = group.bytes_per_token - group.draft_bytes_per_token
+            dtypes = " and ".join(sorted({SHORT_DTYPE[self.layers[j].dtype] for j in group.layers}))
             lines.append(
-                f"group {i} ({describe_group(group)}): {group.num_blocks:,} blocks of {size} tokens x "
-                f"{group.bytes_per_token:,} B = {num_bytes:,} B, {num_bytes / self.pools.num_bytes:.1%}"
+                f"group {i} ({describe_group(group)}, {dtypes}): {group.num_blocks:,} blocks of {size} tokens x "
+                f"{group.bytes_per_token:,} B (target {target:,} + draft {group.draft_bytes_per_token:,}) = {num_bytes:,} B, "
+                f"{num_bytes / self.pools.num_bytes:.1%}"
             )
+        full = next((g for g in self.groups if g.window is None), None)
+        if full is not None:
+            most = min(self.max_seq_len, full.num_blocks * size - self.num_lookahead_tokens)
+            lines.append(f"longest request that fits: {most:,} of {self.max_seq_len:,} tokens")
         if not self.is_planned:
             return "\n".join([*lines, "as num_blocks says"])
         shortest, longest = min(self.expected_lengths), max(self.expected_lengths)
         span = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
         return "\n".join([*lines, f"split for requests of {span} tokens, {self.num_lookahead_tokens} lookahead rows"])
 
-# %% ../notebooks/05_manager.ipynb #c1c654c7
-class _Views(_Budget):
+# %% ../notebooks/05_manager.ipynb #3a36d0fb
+class _Buffers(_Budget):
     """The layers' pages as tensors."""
 
     def _check_layer(self, layer_idx: int) -> int:
@@ -543,6 +593,10 @@ class _Views(_Budget):
             raise ValueError(f"layer {layer_idx}: blocks hold rows stored with the present scales; free them")
         self.pools.set_scales(layer_idx, k_scale, v_scale)
 
+# %% ../notebooks/05_manager.ipynb #874a84d3
+class _Views(_Buffers):
+    """Buffers that are replaced."""
+
     def reallocate(self, num_blocks: int | Sequence[int] | None = None, kv_cache_bytes: int | None = None) -> None:
         """Replace all buffers by ones of another size, as after a probe; cached blocks and scales are dropped.
 
@@ -554,8 +608,8 @@ class _Views(_Budget):
         self._allocate(num_blocks, kv_cache_bytes)
 
 # %% ../notebooks/05_manager.ipynb #14475687
-class _Lookup(_Views):
-    """Requests by id, batches without doubles, and what a step would reserve."""
+class _Requests(_Views):
+    """Requests by id, and batches without doubles."""
 
     def _sequence(self, request_id: int, live: bool = True) -> SequenceState:
         sequence = None if isinstance(request_id, bool) else self._sequences.get(request_id)
@@ -585,6 +639,10 @@ class _Lookup(_Views):
             raise ValueError(f"batch: request {counts.most_common(1)[0][0]} comes more than once")
         return rows
 
+# %% ../notebooks/05_manager.ipynb #88e85bc2
+class _Plans(_Requests):
+    """What a step would reserve."""
+
     def _reservations(self, batch: Iterable[tuple[int, int]]) -> list[tuple[SequenceState, int, int]]:
         """(sequence, end of its reserved rows, blocks that it must gain in every group, negative to give back)."""
         plan, size, most, ahead = [], self.tokens_per_block, self.max_seq_len, self.num_lookahead_tokens
@@ -600,6 +658,10 @@ class _Lookup(_Views):
             end = end + ahead if end + ahead < most else most
             plan.append((seq, end, -(-end // size) - len(seq.blocks[0])))
         return plan
+
+# %% ../notebooks/05_manager.ipynb #21ca3e67
+class _Lookup(_Plans):
+    """What it must copy, and whether there is room."""
 
     def _shared_blocks(self, plan: Iterable[tuple]) -> list[tuple[SequenceState, int, int]]:
         """(sequence, group, block) that must be copied before a batch may write, in this order."""
@@ -629,7 +691,7 @@ class _Lookup(_Views):
                 raise OutOfBlocks(group, *counts)
 
 # %% ../notebooks/05_manager.ipynb #544ce4c1
-class _Prompts(_Lookup):
+class _PromptChecks(_Lookup):
     """What a prompt may be, and what it finds."""
 
     def hash_prompt(self, tokens: Iterable[int], salt: int | str | None = None) -> Prompt:
@@ -667,6 +729,10 @@ class _Prompts(_Lookup):
             hit = self._ledger.find(prompt, *rules, partial=False)
         return hit
 
+# %% ../notebooks/05_manager.ipynb #cb3f766d
+class _Prompts(_PromptChecks):
+    """What a hit takes."""
+
     def _held_of_hit(self, hit: Hit, group: int) -> tuple[int, list[int]]:
         """(index of the first block that a hit needs in `group`, the blocks from there on, -1 for a hole)."""
         rows = len(hit.nodes) * self.tokens_per_block + hit.num_copied_tokens
@@ -688,9 +754,9 @@ class _Prompts(_Lookup):
         is_idle = block >= 0 and (hit.source.pins == 0 if anchored else pool.ref_counts[block] == 0)
         return pool.num_available - self._idle_of_hit(hit, group) - is_idle >= 1
 
-# %% ../notebooks/05_manager.ipynb #cb3f766d
-class _Arrivals(_Prompts):
-    """New requests and their prefix hits."""
+# %% ../notebooks/05_manager.ipynb #3a89f774
+class _Adding(_Prompts):
+    """New requests."""
 
     def add_sequence(
         self,
@@ -723,6 +789,10 @@ class _Arrivals(_Prompts):
                 f"request {request_id}: {self.max_num_seqs} requests (max_num_seqs) hold blocks already; free or "
                 "preempt one"
             )
+
+# %% ../notebooks/05_manager.ipynb #b9078943
+class _Arrivals(_Adding):
+    """What a new request begins with."""
 
     def _begin(self, seq: SequenceState, prompt: Prompt, kind: str) -> SequenceStart:
         self._join_copies()
@@ -762,8 +832,8 @@ class _Arrivals(_Prompts):
                 wait_for(mark, self.device)
 
 # %% ../notebooks/05_manager.ipynb #024c6785
-class _Copies(_Arrivals):
-    """Pages that are copied because their block can't be shared."""
+class _OwnCopies(_Arrivals):
+    """Blocks that are copied because they can't be shared."""
 
     def _copy_partial(self, seq: SequenceState, source: PrefixNode) -> None:
         """Give a new request its own copy of a block, for which `_find` saw room."""
@@ -798,6 +868,10 @@ class _Copies(_Arrivals):
             seq.blocks[group][index] = own
             self.tables.put(group, seq.row, index, own)
 
+# %% ../notebooks/05_manager.ipynb #9694b3f8
+class _Copies(_OwnCopies):
+    """Pages that are copied, and the marks behind them."""
+
     def _copy_pages(self, seq: SequenceState, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy (group, source, target); a source loses the reference that it has for this behind the copy's mark."""
         for group, source, target in copies:
@@ -821,8 +895,8 @@ class _Copies(_Arrivals):
                 self._ledger.drop(group, [block])
 
 # %% ../notebooks/05_manager.ipynb #9f4ea271
-class _Admission(_Copies):
-    """What a request would cost, asked without side effects."""
+class _Prices(_Copies):
+    """What a prompt would find and cost, asked without side effects."""
 
     def find_prefix(
         self, tokens: Sequence[int] | Prompt, *, salt: int | str | None = None
@@ -862,6 +936,10 @@ class _Admission(_Copies):
             costs.append(cost)
         return costs
 
+# %% ../notebooks/05_manager.ipynb #29bfdced
+class _Admission(_Prices):
+    """What there is, and what a running request needs of it."""
+
     def num_available_blocks(self, group: int = 0) -> int:
         """Blocks of `group` that can be handed out: free ones and those that can be evicted."""
         self._join_copies()
@@ -885,8 +963,8 @@ class _Admission(_Copies):
         return True
 
 # %% ../notebooks/05_manager.ipynb #4f1a5fbe
-class _Steps(_Admission):
-    """Reserve, and give back."""
+class _Prepare(_Admission):
+    """Rows that a step may write."""
 
     def prepare_resources(self, batch: Iterable[tuple[int, int]]) -> None:
         """Reserve each request's rows of this step, given as (request_id, num_new_tokens).
@@ -920,6 +998,10 @@ class _Steps(_Admission):
         self.tables.flush()
         self._deliver()
 
+# %% ../notebooks/05_manager.ipynb #6cf712b4
+class _Reservation(_Prepare):
+    """Blocks for them."""
+
     def _grow(self, group: int, grows: Sequence[tuple[SequenceState, int, int]]) -> None:
         """New blocks for each sequence of a plan, in its order."""
         if not grows:
@@ -934,6 +1016,10 @@ class _Steps(_Admission):
                 tables.put_run(group, seq.row, len(own), blocks[start : start + gain])
                 own += blocks[start : start + gain]
             start += gain
+
+# %% ../notebooks/05_manager.ipynb #1a01a4e0
+class _Steps(_Reservation):
+    """Blocks that go back."""
 
     def _shrink(self, seq: SequenceState, num_blocks: int) -> None:
         """Let go of the blocks past the first `num_blocks`, the last one first."""
@@ -973,24 +1059,13 @@ class _Steps(_Admission):
         passes = ((seq.first[group] + 1) * size + spec.window - 1 for group, spec in self._windowed)
         seq.release_at = min(passes, default=self.max_seq_len + 1)
 
-# %% ../notebooks/05_manager.ipynb #1a01a4e0
-class _Commits(_Steps):
-    """What a step leaves behind."""
+# %% ../notebooks/05_manager.ipynb #7b991e03
+class _KeptRows(_Steps):
+    """What a step may commit."""
 
-    def update_resources(self, batch: Iterable[tuple[int, Sequence[int]]], draft_rows: bool = True) -> None:
-        """Commit the rows that this step stored and keeps, given as (request_id, their token ids).
-
-        Call it once the stores of their target *and* draft rows are in the current stream: blocks that are now
-        full are published behind a mark in it. Blocks past the committed rows go back, those of rejected rows
-        among them, and in a windowed group those that the window has passed. A pending bonus token has no row.
-        `draft_rows=False`: only target rows are there, restored from elsewhere; readers of draft rows begin
-        behind them, and the blocks are published as lacking theirs.
-
-        Raises: `RequestError` for an unknown, finished or preempted request; `ValueError` for a doubled one,
-        for tokens that aren't ints, or for more rows than were reserved.
-        """
+    def _kept_rows(self, batch: Iterable[tuple[int, Sequence[int]]]) -> list[tuple[SequenceState, array]]:
+        """(sequence, token ids) of a batch, checked."""
         rows = []
-        check_choice("draft_rows", draft_rows, (True, False))
         for seq, ids in self._batch(batch):
             try:
                 if type(ids) is not list or {*map(type, ids)} != {int} or min(ids) < 0:  # a step's few tokens: quick
@@ -1004,6 +1079,26 @@ class _Commits(_Steps):
                     f"reserved up to {seq.reserved_end}; prepare_resources comes first"
                 )
             rows.append((seq, ids))
+        return rows
+
+# %% ../notebooks/05_manager.ipynb #453c3be7
+class _Updates(_KeptRows):
+    """Rows that count from now on."""
+
+    def update_resources(self, batch: Iterable[tuple[int, Sequence[int]]], draft_rows: bool = True) -> None:
+        """Commit the rows that this step stored and keeps, given as (request_id, their token ids).
+
+        Call it once the stores of their target *and* draft rows are in the current stream: blocks that are now
+        full are published behind a mark in it. Blocks past the committed rows go back, those of rejected rows
+        among them, and in a windowed group those that the window has passed. A pending bonus token has no row.
+        `draft_rows=False`: only target rows are there, restored from elsewhere; readers of draft rows begin
+        behind them, and the blocks are published as lacking theirs.
+
+        Raises: `RequestError` for an unknown, finished or preempted request; `ValueError` for a doubled one,
+        for tokens that aren't ints, or for more rows than were reserved.
+        """
+        check_choice("draft_rows", draft_rows, (True, False))
+        rows = self._kept_rows(batch)
         size, published = self.tokens_per_block, []
         for seq, ids in rows:
             seq.tokens.extend(ids)
@@ -1020,6 +1115,10 @@ class _Commits(_Steps):
                 self._emit("committed", seq, num_tokens=len(ids))
         self._mark_stored(published)
         self._deliver()
+
+# %% ../notebooks/05_manager.ipynb #7ddae650
+class _Publishing(_Updates):
+    """Blocks that others may find."""
 
     def _publish(self, seq: SequenceState) -> list[PrefixNode]:
         """Enter the full blocks into the index, behind the last one of this sequence that is still there."""
@@ -1049,6 +1148,10 @@ class _Commits(_Steps):
             self._emit("published", seq, num_tokens=len(published) * size)
         return published
 
+# %% ../notebooks/05_manager.ipynb #c37e9fdd
+class _Commits(_Publishing):
+    """What publishing leaves to do."""
+
     def _take_over(self, seq: SequenceState, index: int, own: Sequence[int]) -> None:
         """A sequence goes on with a block that the index had, in place of its own."""
         for group, block in enumerate(own):
@@ -1071,8 +1174,8 @@ class _Commits(_Steps):
             self._marked.append((mark, nodes))
 
 # %% ../notebooks/05_manager.ipynb #447ea50c
-class _Endings(_Commits):
-    """Rows and requests that go."""
+class _Rewinding(_Commits):
+    """Rows that go."""
 
     def max_rewind(self, request_id: int) -> int:
         """Committed rows that `rewind` may drop: none that is published, and none whose window was released."""
@@ -1102,6 +1205,10 @@ class _Endings(_Commits):
         self._emit("rewound", seq, num_tokens=num_tokens)
         self._deliver()
 
+# %% ../notebooks/05_manager.ipynb #2c0a0e52
+class _Forking(_Rewinding):
+    """Requests that split."""
+
     def fork_sequence(self, request_id: int, new_request_id: int) -> None:
         """A second request with the same rows, as parallel sampling needs: all blocks are shared.
 
@@ -1128,6 +1235,10 @@ class _Endings(_Commits):
         self._emit("forked", twin, num_tokens=len(twin.tokens))
         self._deliver()
 
+# %% ../notebooks/05_manager.ipynb #8307fd48
+class _Endings(_Forking):
+    """Requests that give up their place."""
+
     def preempt(self, request_id: int) -> int:
         """Take a request's blocks away, target and draft rows alike; returns how many rows it had stored.
 
@@ -1149,7 +1260,7 @@ class _Endings(_Commits):
             self.tables.free_rows.append(seq.row)
             seq.row = PADDING_PAGE_ID
 
-# %% ../notebooks/05_manager.ipynb #8307fd48
+# %% ../notebooks/05_manager.ipynb #c78ef39b
 class _Resumption(_Endings):
     """Requests that come back, and those that don't."""
 
@@ -1175,7 +1286,8 @@ class _Resumption(_Endings):
 
         A finished id may be freed again, which does nothing; an unknown one raises `RequestError`.
         """
-        if not isinstance(request_id, bool) and request_id in self._finished:
+        check_int("request_id", request_id)
+        if request_id in self._finished:
             return
         seq = self._sequence(request_id, live=False)
         self._let_go(seq)
@@ -1228,8 +1340,8 @@ class _Tables(_Resumption):
         return self.tables.staging.send(np.array(starts, np.int32))
 
 # %% ../notebooks/05_manager.ipynb #3c879501
-class _Observation(_Tables):
-    """The prefix cache as a whole, and what can be seen of it."""
+class _Events(_Tables):
+    """The prefix cache as a whole, and who hears of what happens."""
 
     def withhold_draft_rows(self) -> int:
         """Mark every cached block's draft rows as missing, as if it came from elsewhere; returns how many."""
@@ -1253,6 +1365,10 @@ class _Observation(_Tables):
             self._pending_events.extendleft(reversed(evicted))
             while self._pending_events:  # what a raising hook leaves comes with the next call
                 self._events(self._pending_events.popleft())
+
+# %% ../notebooks/05_manager.ipynb #b13330b3
+class _Stats(_Events):
+    """What can be seen of blocks and bytes."""
 
     def block_owners(self, group: int = 0) -> list[str | tuple[int, ...]]:
         """For each block of `group` "free", "cached" or the ids of the requests that hold it."""
@@ -1286,6 +1402,10 @@ class _Observation(_Tables):
             groups=tuple(groups), **summed,
         )
 
+# %% ../notebooks/05_manager.ipynb #2ac065a7
+class _Observation(_Stats):
+    """Bytes in use, and rows that are idle."""
+
     def used_draft_bytes(self) -> int:
         """Bytes of the draft's part of all referenced blocks."""
         pools = zip(self.groups, self._ledger.pools)
@@ -1304,7 +1424,7 @@ class _Observation(_Tables):
         return sum(idle.values())
 
 # %% ../notebooks/05_manager.ipynb #dc271669
-class _Invariants(_Observation):
+class _Checks(_Observation):
     """What holds after every call, success or failure."""
 
     def dump(self) -> tuple:
@@ -1341,6 +1461,10 @@ class _Invariants(_Observation):
             assert num_bytes == expected, f"{describe_group(group)}: {num_bytes} bytes, the budget has {expected}"
         assert sum(group.bytes_per_token for group in self.groups) == self.get_cache_size_per_token()
 
+# %% ../notebooks/05_manager.ipynb #ac2f8b15
+class _Invariants(_Checks):
+    """The same of the tables."""
+
     def _check_tables(self) -> None:
         expected = np.full_like(self.tables.host, PADDING_PAGE_ID)
         for seq in self._sequences.values():
@@ -1353,8 +1477,8 @@ class _Invariants(_Observation):
         rows = [seq.row for seq in self._sequences.values() if seq.row >= 0]
         assert sorted(rows + self.tables.free_rows) == list(range(self.max_num_seqs)), "a table row leaked"
 
-# %% ../notebooks/05_manager.ipynb #ac2f8b15
-class _SequenceInvariants(_Invariants):
+# %% ../notebooks/05_manager.ipynb #3aafaef5
+class _NodeInvariants(_Invariants):
     """The same, request by request."""
 
     def _check_sequence(self, seq: SequenceState) -> None:
@@ -1379,6 +1503,10 @@ class _SequenceInvariants(_Invariants):
                 assert node.parent is parent, f"{name}: block {i} hangs on another prefix"
                 assert node.tokens == seq.tokens[i * size : (i + 1) * size].tobytes(), f"{name}: wrong tokens"
             parent = node
+
+# %% ../notebooks/05_manager.ipynb #a7b87c39
+class _SequenceInvariants(_NodeInvariants):
+    """The same of a request's blocks in each group."""
 
     def _check_blocks(self, seq: SequenceState, group: int, spec: GroupSpec, name: str) -> None:
         size, blocks, first, num_tokens = self.tokens_per_block, seq.blocks[group], seq.first[group], len(seq.tokens)
@@ -1410,8 +1538,18 @@ class KVCacheManager(_SequenceInvariants):
     pipeline stage. Layers of one sliding window form a group, whose block ids name a page in each of its
     layers; so whatever happens to a token's target rows happens to its draft rows: reserved together, rewound
     together, restored together on a prefix hit. A windowed group gives blocks back as its window passes. Every
-    call is atomic: it raises before it changes anything. Nothing here waits for the device; all steps run in
-    one stream, and marks order other streams behind it. Not thread-safe.
+    call is atomic: it raises before it changes anything. What an `events` hook raises comes out of a call that is
+    done; what a device copy raises leaves every request whole, and the call may be tried again. Nothing here waits
+    for the device; all steps run in one stream, and marks order other streams behind it. Not thread-safe.
+
+    Layers: `target_layers`, then `draft_layers`, of the whole model; `mapping` and `layer_mask` pick this rank's (with a
+    mask no spec layers). `draft_kv_dtype` "inherit" or a dtype; `kv_layout` "NHD" or "HND". Size: `num_blocks` of each
+    group, or one `kv_cache_bytes` split for requests of `expected_lengths` (default `max_seq_len`), with room in windowed
+    groups for `max_chunk_tokens` prompt rows a step. `num_lookahead_tokens` (K + 1) are reserved ahead of the verified
+    rows. At most `max_batch_size` requests a step and `max_num_seqs` that hold blocks. `enable_prefix_reuse`,
+    `enable_partial_reuse` (copy the first rows of a block that begins like the prompt's rest), `missing_draft_policy`
+    with `recompute_tail_tokens` decide what a prompt finds. Token ids given to `resume` and `update_resources` are
+    trusted: they are what the rows are published under.
 
     Source: TensorRT-LLM's KVCacheManager, whose names are kept where it has one
     (tensorrt_llm/_torch/pyexecutor/resource_manager.py); groups as in vLLM's hybrid KV cache manager.

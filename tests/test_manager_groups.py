@@ -677,7 +677,7 @@ def test_a_resumed_request_publishes_again_after_the_index_was_cleared():
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(mapping=None), "^mapping"), (dict(layer_mask="ab"), "^layer_mask"), (dict(layer_mask=[1, 0]), "^layer_mask"),
+    (dict(mapping=None), "^mapping"), (dict(draft_layers=None), "^draft_layers"), (dict(device="foo"), "^device"), (dict(layer_mask="ab"), "^layer_mask"), (dict(layer_mask=[1, 0]), "^layer_mask"),
     (dict(expected_lengths=[]), "^expected_lengths"), (dict(expected_lengths=["a"]), "^expected_lengths"),
     (dict(expected_lengths=5), "^expected_lengths"), (dict(enable_prefix_reuse="False"), "^enable_prefix_reuse"),
     (dict(max_chunk_tokens=0), "^max_chunk_tokens"), (dict(max_num_seqs=0), "^max_num_seqs"),
@@ -706,7 +706,8 @@ def test_more_bad_calls_are_refused_by_name():
         (ValueError, "^tokens: expected token ids in order", lambda: m.add_sequence(1, None)),
         (ValueError, "^chunk_tokens", lambda: m.blocks_to_admit([1], 1, chunk_tokens=-50)),
         (RequestError, "True is unknown", lambda: m.preempt(True)),
-        (RequestError, "False is unknown", lambda: m.free_resources(False)),
+        (ValueError, "^request_id", lambda: m.free_resources(False)),
+        (ValueError, "^request_id", lambda: m.free_resources([0])),
         (ValueError, "^out: expected shape", lambda: m.block_tables([0], out=torch.zeros(1, 1, 8, dtype=torch.int32))),
     ):
         assert_refused(m, error, words, call)

@@ -231,6 +231,7 @@ def test_readme_numbers_of_the_manager_are_the_recorded_ones():
     text, rows = (TOP / "README.md").read_text(encoding="utf-8"), recorded("host_manager")
     steps = [r for r in rows if r["call"] == "both"]
     assert len(steps) == 15 and {r["num_requests"] for r in steps} == {"256"}
+    assert all((int(r["num_evicted"]) > 0) == (r["blocks"] == "cached") for r in steps)
     times = [float(r["median_ms"]) for r in steps]
     assert f"| {min(times):.2f} to {max(times):.2f} ms |" in text and max(times) < 1.5
     for blocks, groups in (("held", "1"), ("cached", "1"), ("held", "2")):
