@@ -29,7 +29,7 @@ def filled_manager(num_blocks: int, num_reqs: int, held: bool, windows: Sequence
         num_blocks=num_blocks, max_seq_len=32 * (each + 200), max_batch_size=num_reqs, num_lookahead_tokens=8,
         device="meta",
     )
-    others = 0 if held else num_blocks // 100  # earlier requests, of 100 blocks each: more than there is room for
+    others = 0 if held else num_blocks // 100 + 1  # earlier requests, of 100 blocks each: more than there is room for
     for i in range(others + num_reqs):
         tokens = array("i", range(i, i + 32 * (each if i >= others else 100) + 1))
         manager.add_sequence(i, tokens, reuse_prefix=False)

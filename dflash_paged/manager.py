@@ -316,7 +316,7 @@ class CacheStats:
     used_draft_bytes: int  # the draft's part
     groups: tuple[GroupStats, ...]
 
-
+# %% ../notebooks/05_manager.ipynb #24a52752
 @dataclass(frozen=True)
 class CacheEvent:
     """Something that a call did, for an `events` hook; `num_tokens` is 0 and `blocks` empty where not named here.
