@@ -44,7 +44,15 @@ def no_sync():
 def test_each_step_sees_its_own_tables_while_the_host_runs_ahead(no_sync):
     """Pitfall 34: a pinned buffer that is written again before its copy has run gives a mixture of steps."""
     m, seen, expected = make_manager(num_blocks=[100, 60]), [], []
-    m.tables.staging.reserve(100)  # pinning memory may wait for the device
+    m.tables.staging.reserve(200)  # pinning memory may wait for the device, and so may a kernel's first launch
+    torch.cuda.set_sync_debug_mode("default")
+    for i in range(100, 110):
+        run(m, i, [1] * (9 if i < 103 else 6))  # the later ones copy a part of the first one's block
+        m.block_tables([i, None])
+        m.free_resources(i)
+    m.tables.flush()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
     torch.cuda._sleep(5 * LONG_NAP)
     ids = list(range(8))
     for i in ids:
