@@ -22,7 +22,7 @@ from dflash_paged.memory import LayerSpec
 
 TPB, MAX_SEQ_LEN, LOOKAHEAD, MAX_NUM_SEQS, TAIL = 8, 61, 5, 5, 16
 NUM_STEPS = int(
-    os.environ.get("DFLASH_PAGED_STEPS", "51000")
+    os.environ.get("DFLASH_PAGED_STEPS", "57000")
 )  # rules executed, over all machines of this file
 STEPS_A_HISTORY = 50
 NAN = float("nan")
