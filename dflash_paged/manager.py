@@ -11,6 +11,7 @@ __all__ = ['OutOfBlocks', 'RequestError', 'Mapping', 'get_num_spec_layers', 'get
 
 # %% ../notebooks/05_manager.ipynb #e4f5376c
 from array import array
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -543,10 +544,11 @@ class _Budget(_Allocation):
                 f"{group.bytes_per_token:,} B (target {target:,} + draft {group.draft_bytes_per_token:,}) = {num_bytes:,} B, "
                 f"{num_bytes / self.pools.num_bytes:.1%}"
             )
-        full = next((g for g in self.groups if g.window is None), None)
-        if full is not None:
-            most = min(self.max_seq_len, full.num_blocks * size - self.num_lookahead_tokens)
-            lines.append(f"longest request that fits: {most:,} of {self.max_seq_len:,} tokens")
+        chunk = self.max_chunk_tokens
+        fits = lambda n: all(self.limits.most_blocks(n, g.window, chunk) <= g.num_blocks for g in self.groups)
+        longest = bisect_left(range(self.max_seq_len), True, key=lambda n: not fits(n + 1))
+        how = "at once" if chunk is None else f"in chunks of up to {chunk:,}"
+        lines.append(f"longest request that fits, its prompt {how}: {longest:,} of {self.max_seq_len:,} tokens")
         if not self.is_planned:
             return "\n".join([*lines, "as num_blocks says"])
         shortest, longest = min(self.expected_lengths), max(self.expected_lengths)

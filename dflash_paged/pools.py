@@ -166,8 +166,9 @@ def wait_for(mark: torch.cuda.Event | None, device: torch.device) -> None:
 class Staging:
     """Small arrays from the host to the device, asynchronously, from pinned buffers with events.
 
-    A buffer is written again only after its copy has run; while all are in flight, another one is made. So
-    the host neither waits nor overwrites what is still being read.
+    A buffer is written again only after its copy has run; while all are in flight, another one is pinned. So
+    nothing that is still being read is overwritten, and the host waits at most for pinning, which happens while
+    more copies are in flight than ever before.
     """
 
     def __init__(self, device: torch.device, mark: Callable[[torch.device], object] = record_mark):

@@ -1,5 +1,6 @@
 """The manager with several groups, ranks and geometries: budget, windows, copies, forks, preemption, policies, events."""
 
+import re
 import time
 from dataclasses import replace
 
@@ -155,6 +156,24 @@ def test_the_manager_takes_the_split_and_says_so():
     assert "10 to 60 tokens" in text and "as num_blocks says" in two_groups().explain_budget()
     short, long = (two_groups(kv_cache_bytes=10**7, expected_lengths=[n], num_blocks=None).blocks_per_group for n in (10, 60))
     assert long[1] < short[1] and long[0] > short[0], "longer requests need relatively less of a window"
+
+
+@pytest.mark.parametrize("chunk", [None, 8])
+@pytest.mark.parametrize("num_blocks", [[5, 9], [9, 5], [20, 20]])
+def test_the_longest_request_that_fits_is_told_and_fits(chunk, num_blocks):
+    """Whichever group is the smaller one, with the prompt at once or in chunks; one token more doesn't fit."""
+    m = two_groups(num_blocks=num_blocks, max_chunk_tokens=chunk)
+    told = int(re.search(r"longest request that fits.*: (\d+) of 64", m.explain_budget())[1])
+    m.add_sequence(0, [1] * told)
+    while m.num_tokens(0) < told:
+        new = min(chunk or told, told - m.num_tokens(0))
+        m.prepare_resources([(0, new)])
+        m.update_resources([(0, [1] * new)])
+    m.prepare_resources([(0, 0)])
+    m.check_invariants()
+    assert told == 64 or any(
+        m.limits.most_blocks(told + 1, g.window, chunk) > g.num_blocks for g in m.groups
+    )
 
 
 def test_a_budget_below_one_block_a_group_is_refused_with_the_numbers():
