@@ -1,33 +1,22 @@
 """The engine's admission over the manager's groups, without a model: who was admitted never runs out of blocks."""
 
 import random
-from collections import deque
-from types import SimpleNamespace
 
 import pytest
 from conftest import TINY_LAYER_IDS, make_tiny_drafter, make_tiny_target, poison_pages
 
-from dflash_paged.engine import (
-    Engine,
-    RefusedRequest,
-    RunningRequest,
-    admit,
-    check_ever_fits,
-    emit_tokens,
-    most_blocks,
-    plan_step,
-    window_blocks,
-)
+from dflash_paged.engine import Engine, RefusedRequest, RunningRequest, emit_tokens
 from dflash_paged.manager import KVCacheManager
 from dflash_paged.memory import LayerSpec
+from dflash_paged.scheduler import Scheduler
 from dflash_paged.target import PagedTarget
 
 SIZE = 8
 SLIDING = dict(layer_types=["sliding_attention", "full_attention"], use_sliding_window=True, sliding_window=18, is_causal=False)
 
 
-def draw_state(rng: random.Random) -> SimpleNamespace:
-    """What admission and planning read of an engine, over a manager with a small windowed group."""
+def draw_scheduler(rng: random.Random) -> Scheduler:
+    """A scheduler over a manager with a small windowed group."""
     lookahead, batch, window = rng.choice([1, 2, 3, 5]), rng.choice([2, 3, 4, 6]), rng.choice([1, 2, 8, 9, 12, 18, 25, 33])
     step, length = batch * lookahead + rng.choice([0, 0, 3, 10]), rng.choice([61, 96, 128])
     least = (window - 1 + step + lookahead + 2 * SIZE - 2) // SIZE
@@ -38,45 +27,34 @@ def draw_state(rng: random.Random) -> SimpleNamespace:
         num_blocks=[rng.choice([20, 40, 400]), least * rng.choice([1, 2, 3]) + rng.randrange(least)],
         num_lookahead_tokens=lookahead, enable_partial_reuse=rng.random() < 0.5, max_chunk_tokens=step,
     )
-    return SimpleNamespace(
-        manager=manager, max_batch_size=batch, max_step_tokens=step, num_query_rows=lookahead, max_seq_len=length,
-        waiting=deque(), running=[], num_sequences=0, context=None,
-    )
+    return Scheduler(manager, num_draft_tokens=lookahead - 1, max_step_tokens=step)
 
 
-def draw_request(rng: random.Random, state: SimpleNamespace, number: int, base: list[int]) -> RunningRequest:
-    length = rng.randrange(1, state.max_seq_len - 2)
+def draw_request(rng: random.Random, scheduler: Scheduler, number: int, base: list[int]) -> RunningRequest:
+    length = rng.randrange(1, scheduler.max_seq_len - 2)
     prompt = base[: rng.choice([length, length // 2])]
     prompt += [9 + rng.randrange(2) for _ in range(length - len(prompt))]
-    request = RunningRequest(
-        number, prompt, length, rng.randrange(1, state.max_seq_len - length + 1), frozenset(), True, None, None
-    )
-    request.prompt = state.manager.hash_prompt(prompt)
-    return request
+    return RunningRequest(number, prompt, length, rng.randrange(1, scheduler.max_seq_len - length + 1))
 
 
-def run_step(rng: random.Random, state: SimpleNamespace, base: list[int]) -> None:
-    """One step of what is admitted: `prepare_resources` must find its blocks."""
-    manager, plan, kept = state.manager, plan_step(state), []
-    manager.prepare_resources([(r.cache_id, 0) for r in plan.decode] + [(r.cache_id, n) for r, n in plan.prefill])
+def run_step(rng: random.Random, scheduler: Scheduler, base: list[int]) -> None:
+    """One step: `prepare` must find its blocks."""
+    manager, plan, kept = scheduler.manager, scheduler.schedule(), []
+    assert scheduler.running and plan.requests, "nothing runs, and what fits is not admitted"
+    scheduler.prepare(plan)
     for r in plan.decode:
-        known = [base[(len(r.tokens) + j) % len(base)] for j in range(rng.randint(1, state.num_query_rows))]
-        kept.append(emit_tokens(r, known, state.max_seq_len))
+        known = [base[(len(r.tokens) + j) % len(base)] for j in range(rng.randint(1, scheduler.num_query_rows))]
+        kept.append(emit_tokens(r, known, scheduler.max_seq_len))
     for r, n in plan.prefill:
         if r.num_rows + n == r.prompt_len:
-            emit_tokens(r, [base[len(r.tokens) % len(base)]], state.max_seq_len)
+            emit_tokens(r, [base[len(r.tokens) % len(base)]], scheduler.max_seq_len)
         kept.append(n)
-    for group in range(manager.num_groups):
-        held = {r.cache_id: manager.num_held_blocks(r.cache_id, group) for r in plan.requests}
-        assert all(held[r.cache_id] <= most_blocks(state, r)[group] for r in plan.requests)
-        if manager.groups[group].window is not None:
-            assert sum(held.values()) <= window_blocks(state, plan.requests, group)
-    manager.update_resources([(r.cache_id, r.tokens[r.num_rows : r.num_rows + k]) for r, k in zip(plan.requests, kept)])
-    for r, k in zip(plan.requests, kept):
-        r.num_rows += k
-        if r.finish_reason:
-            state.running.remove(r)
-            manager.free_resources(r.cache_id)
+    for pool in scheduler.pools:
+        held = {r.cache_id: manager.num_held_blocks(r.cache_id, pool.group) for r in plan.requests}
+        assert all(held[r.cache_id] <= scheduler.most_blocks(r, pool) for r in plan.requests)
+        if pool.spec.window is not None:
+            assert sum(held.values()) <= scheduler.window_blocks(plan.requests, pool)
+    scheduler.settle(plan, kept)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -84,20 +62,17 @@ def test_who_was_admitted_can_always_take_its_next_step_and_everybody_is(seed):
     """Prompts that share prefixes, windows that pass blocks which others hold: letting go of those gives nothing back."""
     rng = random.Random(seed)
     for _ in range(20):
-        state = draw_state(rng)
-        base, number = [rng.randrange(3) for _ in range(state.max_seq_len)], 0
+        scheduler = draw_scheduler(rng)
+        base, number = [rng.randrange(3) for _ in range(scheduler.max_seq_len)], 0
         for _ in range(80):
-            while len(state.waiting) < 3:
-                request, number = draw_request(rng, state, number, base), number + 1
+            while len(scheduler.waiting) < 3:
+                request, number = draw_request(rng, scheduler, number, base), number + 1
                 try:
-                    check_ever_fits(state, request)
+                    scheduler.add(request)
                 except RefusedRequest:
                     continue
-                state.waiting.append(request)
-            admit(state)
-            assert state.running, "nothing runs, and what fits is not admitted"
-            run_step(rng, state, base)
-        state.manager.check_invariants()
+            run_step(rng, scheduler, base)
+        scheduler.manager.check_invariants()
 
 
 def test_a_request_that_fits_starts_on_an_idle_engine():
