@@ -103,7 +103,7 @@ class Workload:
             blocks.append(max(1, int(cdiv(rows, SIZE) * rng.choice([0.7, 1.0, 1.3, 2.0, 3.0])) + rng.randrange(2)))
         return KVCacheManager(
             target_layers=[layer(w) for w in target], draft_layers=[layer(w) for w in draft], tokens_per_block=SIZE,
-            max_seq_len=self.max_seq_len, max_batch_size=self.batch + rng.choice([0, 1]), num_blocks=blocks,
+            max_seq_len=self.max_seq_len, max_batch_size=self.batch + (not is_first or rng.random() < 0.5), num_blocks=blocks,
             num_lookahead_tokens=self.lookahead, enable_partial_reuse=rng.random() < 0.5, device="meta",
             enable_prefix_reuse=is_first and rng.random() < 0.9,
         )
@@ -297,11 +297,11 @@ class Workload:
         assert len(s.running) <= self.batch
         assert len(plan.decode) * self.num_query_rows + sum(n for _, n in plan.prefill) <= self.max_step_tokens
         assert set(s.running) == {*running, *plan.admitted} - {*plan.preempted}
-        assert s.running, "nobody runs, and what fits isn't admitted"
+        assert s.running or not waiting, "nobody runs, and what fits isn't admitted"
         assert all(rank(a) < rank(w) for a in plan.admitted for w in s.waiting), "admitted past one of better rank"
         active = [r for r in s.running if r not in plan.paused]
-        assert plan.requests and dict(plan.rows) == self.step_rows(active), "not all that can take part do"
-        assert min(s.running, key=rank) in plan.requests, "the request of the best rank sits out"
+        assert dict(plan.rows) == self.step_rows(active), "not all that can take part do"
+        assert not s.running or min(s.running, key=rank) in plan.requests, "the request of the best rank sits out"
         if self.admission == "guaranteed_no_evict" or had_room:
             assert not plan.preempted and not plan.paused, "preempted or paused where all had room"
         if plan.preempted:
@@ -330,7 +330,7 @@ class Workload:
 
     def step(self) -> None:
         plan = self.schedule()
-        if plan is None:
+        if plan is None or not plan.requests:
             return
         before = self.state()
         self.scheduler.prepare(plan)
@@ -356,7 +356,7 @@ class Workload:
     def check_rows(self, plan) -> None:
         """Promise 9: a block for each row of the step and the lookahead, cut at max_seq_len."""
         for m in self.managers:
-            for group, spec in enumerate(m.groups):
+            for spec in m.groups:
                 for r, chunk in plan.rows:
                     end = min(r.num_rows + chunk + self.lookahead, self.max_seq_len)
                     first = 0 if spec.window is None else r.num_rows // SIZE
