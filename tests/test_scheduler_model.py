@@ -79,10 +79,12 @@ class Workload:
         rng = self.rng
         self.num_query_rows, self.steps_ahead = rng.randint(1, 5), rng.choice([0, 0, 0, 1])
         self.lookahead = self.num_query_rows * (self.steps_ahead + 1)
-        self.batch, self.max_seq_len = rng.choice([1, 2, 3, 4, 6]), rng.choice([29, 61, 64, 96])
+        self.is_crowded = rng.random() < 0.5  # short prompts, long outputs, little room: "max_utilization" preempts
+        self.batch = rng.choice([3, 4, 6, 8] if self.is_crowded else [1, 2, 3, 4, 6])
+        self.max_seq_len = rng.choice([29, 61, 64, 96])
         self.max_step_tokens = self.batch * self.num_query_rows + rng.choice([0, 0, 3, 10, 40])
         self.places, self.chunk = rng.choice([0, 1, 3, 64]), self.max_step_tokens - (self.batch - 1) * self.num_query_rows
-        self.has_priorities, self.fault_rate = rng.random() < 0.6, rng.choice([0.0, 0.03, 0.1])
+        self.has_priorities, self.fault_rate = rng.random() < 0.6, rng.choice([0.0, 0.05, 0.1])
 
     def draw_managers(self) -> list[KVCacheManager]:
         """One manager with 1 to 3 groups, or two of them."""
@@ -100,7 +102,8 @@ class Workload:
         rng, blocks = self.rng, []
         for window in sorted({*target, *draft}, key=lambda w: (w is not None, w)):
             rows = self.max_seq_len if window is None else min(window + self.max_step_tokens + self.lookahead + SIZE, self.max_seq_len)
-            blocks.append(max(1, int(cdiv(rows, SIZE) * rng.choice([0.7, 1.0, 1.3, 2.0, 3.0])) + rng.randrange(2)))
+            room = rng.choice([1.0, 1.2, 1.5] if self.is_crowded else [0.7, 1.0, 1.3, 2.0, 3.0])
+            blocks.append(int(cdiv(rows, SIZE) * room) + rng.randrange(2))
         return KVCacheManager(
             target_layers=[layer(w) for w in target], draft_layers=[layer(w) for w in draft], tokens_per_block=SIZE,
             max_seq_len=self.max_seq_len, max_batch_size=self.batch + (not is_first or rng.random() < 0.5), num_blocks=blocks,
@@ -112,16 +115,16 @@ class Workload:
         """(attempt before which it comes, request), some of which fit no pool."""
         rng, requests, when = self.rng, [], 0
         salts = rng.choice([[None], [None], [None, "a", "b"]])
-        for number in range(rng.randint(4, 12)):
-            length = rng.randint(1, self.max_seq_len - 1)
+        for number in range(rng.randint(6, 20)):
+            length = rng.randint(1, 12 if self.is_crowded else self.max_seq_len - 1)
             prompt = self.base[: rng.choice([length, length // 2, 0])]
             prompt += [rng.randrange(3) for _ in range(length - len(prompt))]
-            new = rng.randint(1, rng.choice([4, 16, self.max_seq_len]))
+            new = rng.randint(1, rng.choice([self.max_seq_len] if self.is_crowded else [4, 16, self.max_seq_len]))
             requests.append((when, Tracked(
                 100 + number, prompt, length, new, reuse_prefix=rng.random() < 0.9, salt=rng.choice(salts),
                 priority=rng.choice([0, 0, 1, 9]) if self.has_priorities else 0,
             )))
-            when += rng.choice([0, 0, 1, 5])
+            when += rng.choice([0, 0, 1, 3])
         return requests
 
     def happens(self, scale: float = 1.0) -> bool:
@@ -137,6 +140,17 @@ class Workload:
     def num_passes(self, request: Tracked) -> int:
         """P: chunks that its longest prefill takes at most."""
         return cdiv(request.prompt_len + request.max_new_tokens, self.chunk)
+
+    def can_hold(self, request: Tracked, without_windows=()) -> bool:
+        """Whether empty pools hold it to its end, in some managers as if windows gave nothing back.
+
+        A draft's own pool lacks the rows of a prefix hit and has to take them at once, whatever its window.
+        """
+        rows = min(request.prompt_len + request.max_new_tokens, self.max_seq_len)
+        return all(
+            m.limits.most_blocks(rows, None if m in without_windows else group.window, self.max_step_tokens) <= group.num_blocks
+            for m in self.managers for group in m.groups
+        )
 
     def bound(self, request: Tracked) -> int:
         """Steps after which a request has ended."""
@@ -224,18 +238,13 @@ class Workload:
         while self.coming and self.coming[0][0] < self.num_attempts:
             request, before = self.coming.pop(0)[1], self.state()
             request.arrived, request.seen = self.num_settled, list(self.scheduler.running)
-            rows = min(request.prompt_len + request.max_new_tokens, self.max_seq_len)
-            is_too_long = any(
-                m.limits.most_blocks(rows, group.window, self.max_step_tokens) > group.num_blocks
-                for m in self.managers for group in m.groups
-            )
             try:
                 self.scheduler.add(request)
             except RefusedRequest:
-                assert is_too_long and self.state() == before
+                assert not self.can_hold(request, self.managers[1:]) and self.state() == before
                 self.seen["refused"] += 1
                 continue
-            assert not is_too_long
+            assert self.can_hold(request), "a request that never fits was taken"
             self.known.append(request)
             assert request.place == len(self.known) - 1 and self.scheduler.rank(request) == self.rank(request)
 
@@ -243,11 +252,11 @@ class Workload:
         """What callers do between steps: abort, preempt, and mistakes."""
         rng, s = self.rng, self.scheduler
         for request in [*s.waiting, *s.running]:
-            if self.happens(0.3):
-                where = "running" if request in s.running else "preempted" if request.num_preemptions else "waiting"
+            where = "running" if request in s.running else "preempted" if request.num_preemptions else "waiting"
+            if self.happens(0.5 if where == "preempted" else 0.1):
                 self.abort(request, where)
         for request in list(s.running):
-            if self.happens(0.5):
+            if self.happens(0.2):
                 assert s.preempt(request.request_id) is request and request in s.waiting
                 request.num_calls += 1
                 self.seen["preempted by the caller"] += 1
