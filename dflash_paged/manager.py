@@ -947,6 +947,11 @@ class _Admission(_Prices):
         self._join_copies()
         return self._ledger.pools[check_int("group", group, 0, self.num_groups - 1)].num_available
 
+    def num_used_blocks(self, group: int = 0) -> int:
+        """Blocks of `group` that requests hold; one that several share counts once."""
+        self._join_copies()
+        return self._ledger.pools[check_int("group", group, 0, self.num_groups - 1)].num_referenced
+
     def blocks_needed(self, request_id: int, num_new_tokens: int = 0) -> list[int]:
         """Blocks that preparing the request would take beyond those it holds, a group."""
         self._join_copies()

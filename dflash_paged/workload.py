@@ -219,6 +219,11 @@ class Acceptance:
             low, high = (p, high) if sum(p**i for i in range(k + 1)) < mean else (low, p)
         return cls((*((1 - p) * p**i for i in range(k)), p**k))
 
+    def cut(self, num_draft_tokens: int) -> "Acceptance":
+        """The same with fewer drafts: what would have gained more gains all of them and the bonus."""
+        k = check_int("num_draft_tokens", num_draft_tokens)
+        return Acceptance((*self.shares[:k], sum(self.shares[k:]))) if k + 1 < len(self.shares) else self
+
     @classmethod
     def from_gains(cls, gains: Iterable[int], num_draft_tokens: int) -> "Acceptance":
         """As recorded: tokens gained in each pass."""

@@ -45,7 +45,7 @@ class Tracked(ScheduledRequest):
     """A request and what the test knows of it."""
 
     arrived: int = 0  # steps settled by then
-    seen: list["Tracked"] = field(default_factory=list)  # the running ones when it arrived
+    seen: list["Tracked"] = field(default_factory=list)  # those that ran when it came, or when its caller preempted it
     is_inside: bool = False  # between on_begin and on_end
     was_inside: bool = False
     num_calls: int = 0  # explicit preemptions
@@ -102,7 +102,7 @@ class Workload:
         rng, blocks = self.rng, []
         for window in sorted({*target, *draft}, key=lambda w: (w is not None, w)):
             rows = self.max_seq_len if window is None else min(window + self.max_step_tokens + self.lookahead + SIZE, self.max_seq_len)
-            room = rng.choice([1.0, 1.2, 1.5] if self.is_crowded else [0.7, 1.0, 1.3, 2.0, 3.0])
+            room = rng.choice([1.0, 1.0, 1.2, 1.5] if self.is_crowded else [0.7, 1.0, 1.3, 2.0, 3.0])
             blocks.append(int(cdiv(rows, SIZE) * room) + rng.randrange(2))
         return KVCacheManager(
             target_layers=[layer(w) for w in target], draft_layers=[layer(w) for w in draft], tokens_per_block=SIZE,
@@ -117,7 +117,7 @@ class Workload:
         salts = rng.choice([[None], [None], [None, "a", "b"]])
         for number in range(rng.randint(6, 20)):
             length = rng.randint(1, 12 if self.is_crowded else self.max_seq_len - 1)
-            prompt = self.base[: rng.choice([length, length // 2, 0])]
+            prompt = self.base[: rng.choice([length, length, length // 2, 0])]  # outputs go on like base: twins are frequent
             prompt += [rng.randrange(3) for _ in range(length - len(prompt))]
             new = rng.randint(1, rng.choice([self.max_seq_len] if self.is_crowded else [4, 16, self.max_seq_len]))
             requests.append((when, Tracked(
@@ -153,11 +153,12 @@ class Workload:
         )
 
     def bound(self, request: Tracked) -> int:
-        """Steps after which a request has ended."""
+        """Steps after which a request has ended; one that its caller preempts is as one that comes again."""
         before = [q for q in self.known if self.rank(q) < self.rank(request) and not (q.has_ended and q.ended < request.arrived)]
         these, steps = {*before, *request.seen, request}, 0
         for q in these:
-            later = sum(self.known.index(s) > self.known.index(q) and self.rank(s) < self.rank(q) for s in these)
+            passed = [s for s in these if self.rank(s) < self.rank(q)]
+            later = sum((self.known.index(s) > self.known.index(q)) + s.num_calls for s in passed)
             steps += q.max_new_tokens + self.num_passes(q) * (1 + later + q.num_calls)
         return steps
 
@@ -258,7 +259,7 @@ class Workload:
         for request in list(s.running):
             if self.happens(0.2):
                 assert s.preempt(request.request_id) is request and request in s.waiting
-                request.num_calls += 1
+                request.num_calls, request.seen = request.num_calls + 1, request.seen + s.running
                 self.seen["preempted by the caller"] += 1
         if self.happens(2):
             before, wrong = self.state(), rng.choice([99, *(r.request_id for r in self.known if r.has_ended)])
