@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -1266,6 +1267,20 @@ class _Endings(_Forking):
             self._shrink(seq, 0)
             self.tables.free_rows.append(seq.row)
             seq.row = PADDING_PAGE_ID
+            if self._ledger.has_anchor:
+                for index, node in enumerate(takewhile(lambda node: node.pins, seq.nodes)):
+                    self._reclaim(index, node)
+
+    def _reclaim(self, index: int, node: PrefixNode) -> None:
+        """Nobody holds a block that others build on: the node moves onto the own copy that one of them has."""
+        if not node.alive or self._ledger.pools[0].ref_counts[node.blocks[0]]:
+            return
+        for seq in self._sequences.values():
+            if seq.row >= 0 and len(seq.nodes) > index and seq.nodes[index] is node:
+                own = self._own_blocks(seq, index)
+                self._ledger.offer(node, own, seq.ctx_start > index * self.tokens_per_block)
+                self._take_over(seq, index, own)
+                return
 
 # %% ../notebooks/05_manager.ipynb #c78ef39b
 class _Resumption(_Endings):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .blocks import GroupSpec, Prompt
+from .blocks import GroupSpec, Prompt, check_salt, check_tokens
 from .checks import check_choice, check_int
 from .manager import KVCacheManager, OutOfBlocks, SequenceStart, describe_group
 from .memory import num_extra_kv_tokens
@@ -150,7 +150,7 @@ class Waiting(NamedTuple):
     """Why one request doesn't run in this step."""
 
     request_id: int
-    reason: str  # "blocks", "slots", "behind", "preemption", "paused"
+    reason: str  # "blocks", "slots", "behind", "preemption", "paused", "failed" or "new"
     words: str
 
 # %% ../notebooks/06_scheduler.ipynb #8d878383
@@ -171,6 +171,10 @@ def check_request(request: ScheduledRequest, max_seq_len: int) -> None:
         )
     if request.place >= 0:
         raise RefusedRequest(f"request {request.request_id}: expected a new one, this one was added before")
+    try:
+        check_tokens("tokens", request.tokens), check_salt(request.salt)
+    except ValueError as error:
+        raise RefusedRequest(str(error)) from None
 
 # %% ../notebooks/06_scheduler.ipynb #5e3e2fe1
 def check_managers(manager: KVCacheManager, draft_manager: KVCacheManager | None, lookahead: int) -> list[KVCacheManager]:
@@ -227,7 +231,7 @@ class SchedulerState:
         self.waiting, self.running = list[ScheduledRequest](), list[ScheduledRequest]()
         self.num_added, self.num_sequences, self.num_steps, self.num_preemptions, self.num_paused = 0, 0, 0, 0, 0
         self._why: tuple[ScheduledRequest, str, Shortage | None] | None = None  # why the first in the queue waits
-        self._paused: list[ScheduledRequest] = []
+        self._paused, self._ids = list[ScheduledRequest](), set[int]()
 
 # %% ../notebooks/06_scheduler.ipynb #5488dfe9
 class _Ranks(SchedulerState):
@@ -243,9 +247,13 @@ class _Ranks(SchedulerState):
             return min(request.prompt_len + request.max_new_tokens, self.max_seq_len)
         return request.num_rows if request.is_decoding else request.prefill_len or len(request.tokens)
 
+    def window(self, pool: Pool) -> int | None:
+        """The window that admission counts; a draft pool must take a prefix that hit at once, so its window saves nothing."""
+        return None if pool.is_draft_manager and self.manager.enable_prefix_reuse else pool.spec.window
+
     def most_blocks(self, request: ScheduledRequest, pool: Pool) -> int:
         """Most blocks of `pool` that a request ever holds on the way to its horizon, lookahead included."""
-        return pool.manager.limits.most_blocks(self.horizon(request), pool.spec.window, self.max_step_tokens)
+        return pool.manager.limits.most_blocks(self.horizon(request), self.window(pool), self.max_step_tokens)
 
     def window_blocks(self, requests: Sequence[ScheduledRequest], pool: Pool) -> int:
         """Most blocks of a windowed group that `requests` ever hold together, prompts in chunks.
@@ -254,7 +262,7 @@ class _Ranks(SchedulerState):
         held by another, so letting go of it gives nothing back. Either each has its own chunk at once, or all chunks of
         a step together are no longer than `max_step_tokens`, and each may begin within a block.
         """
-        window, limits = pool.spec.window, pool.manager.limits
+        window, limits = self.window(pool), pool.manager.limits
         each = [self.most_blocks(request, pool) for request in requests]
         decoding = [limits.most_blocks(self.horizon(r), window, 1) + 1 for r in requests]
         together = sum(map(min, decoding, each)) + self.max_step_tokens // limits.tokens_per_block + 1
@@ -268,7 +276,7 @@ class _Room(_Ranks):
         """The first pool that can't take `request` beside what is promised to the running ones; None if it fits."""
         for pool in self.counted:
             needed = self._needed(request, pool)
-            if pool.spec.window is not None:
+            if self.window(pool) is not None:
                 promised = self.window_blocks(self.running, pool) if self.running else 0
                 if self.window_blocks([*self.running, request], pool) > pool.spec.num_blocks:
                     return Shortage(pool, needed, pool.spec.num_blocks, promised)
@@ -281,7 +289,7 @@ class _Room(_Ranks):
 
     def _needed(self, request: ScheduledRequest, pool: Pool) -> int:
         """Blocks that `request` would take of those that are available."""
-        if pool.is_draft_manager or pool.spec.window is not None:
+        if pool.is_draft_manager or self.window(pool) is not None:
             return self.most_blocks(request, pool)
         return pool.manager.blocks_to_admit(
             self.hashed(request), self.horizon(request), reuse_prefix=request.reuse_prefix, chunk_tokens=self.max_step_tokens
@@ -305,10 +313,12 @@ class _Arrivals(_Room):
     def check(self, request: ScheduledRequest) -> None:
         """Raise `RefusedRequest` with the numbers for a request that even empty pools can't hold to its end."""
         check_request(request, self.max_seq_len)
+        if request.request_id in self._ids:
+            raise RefusedRequest(f"request_id: expected one that is free, {request.request_id} is waiting or running")
         rows = min(request.prompt_len + request.max_new_tokens, self.max_seq_len)
         for pool in self.pools:
             limits, spec = pool.manager.limits, pool.spec
-            needed = limits.most_blocks(rows, spec.window, self.max_step_tokens)
+            needed = limits.most_blocks(rows, self.window(pool), self.max_step_tokens)
             if needed > spec.num_blocks:
                 raise RefusedRequest(
                     f"request of {request.prompt_len} prompt + {request.max_new_tokens} new tokens needs {needed} blocks "
@@ -320,6 +330,7 @@ class _Arrivals(_Room):
         """Put a request into the queue, behind all that rank before it; `RefusedRequest` as `check`."""
         self.check(request)
         request.place, self.num_added = self.num_added, self.num_added + 1
+        self._ids.add(request.request_id)
         insort(self.waiting, request, key=self.rank)
 
 # %% ../notebooks/06_scheduler.ipynb #745be1c9
@@ -361,6 +372,7 @@ class _Admission(_Arrivals):
             for manager in begun:
                 (manager.free_resources if is_new else manager.preempt)(cache_id)
             request.cache_id = None if is_new else cache_id
+            self._why = (request, "failed", None)
             raise
         request.num_rows, request.prefill_len, request.prompt = start.num_reused_tokens, len(request.tokens), None
 
@@ -433,21 +445,20 @@ class _Schedule(_Steps):
 
         Raises: `DraftPoolExhausted` where "target_only" let in what the draft's pool can't hold.
         """
-        done: list[KVCacheManager] = []
+        rows, done = {m: self._rows_of(plan, m) for m in self.managers}, []
+        if len(rows) > 1:  # first the one that has to refuse: it does so before anything was taken anywhere
+            rows = dict(sorted(rows.items(), key=lambda item: item[0].can_prepare(item[1])))
         try:
-            for manager in self.managers:
-                manager.prepare_resources(self._rows_of(plan, manager))
+            for manager, batch in rows.items():
+                manager.prepare_resources(batch)
                 done.append(manager)
-        except OutOfBlocks as error:
+        except BaseException as error:
             self._give_back(plan, done)
-            if self.admission != "target_only":
+            if self.admission != "target_only" or not isinstance(error, OutOfBlocks):
                 raise
             raise DraftPoolExhausted(
                 f"admission 'target_only' let in {len(self.running)} requests whose draft rows don't fit: {error}"
             ) from error
-        except BaseException:
-            self._give_back(plan, done)
-            raise
 
 # %% ../notebooks/06_scheduler.ipynb #8e7ff29b
 class _Settling(_Schedule):
@@ -482,6 +493,7 @@ class _Settling(_Schedule):
         """Give back all that a request holds, running or not."""
         is_running = request in self.running
         (self.running if is_running else self.waiting).remove(request)
+        self._ids.remove(request.request_id)
         if request.cache_id is not None:
             for manager in self.managers:
                 manager.free_resources(request.cache_id)
@@ -548,7 +560,7 @@ class _Words(_Endings):
         if first is not self.waiting[0]:
             kind, shortage = "new", None
         words = {
-            "new": "came after the last step was planned",
+            "new": "came after the last step was planned", "failed": "its admission raised; it is tried again",
             "slots": f"all {self.max_batch_size} slots run",
             "preemption": "this step preempted a request; nobody is admitted in it",
         }

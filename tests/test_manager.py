@@ -673,15 +673,17 @@ def test_a_referenced_block_is_never_evicted_nor_what_leads_to_it():
     m.update_resources([(0, [1] * 8), (1, [1] * 8)])  # request 1 holds a copy of request 0's block
     m.prepare_resources([(1, 8)])
     m.update_resources([(1, [1] * 8)])  # published behind request 0's block
-    m.free_resources(0)
+    before = m.block_owners()
+    assert before.count((0,)) == 1 and before.count((1,)) == 2
+    m.free_resources(0)  # request 1 builds on its block: the index goes over to request 1's copy
     stats = m.stats()
-    assert (stats.num_cached, stats.num_evictable, stats.num_free) == (1, 0, 3)
-    m.add_sequence(2, [2] * 28)
-    words = "4 more blocks of group 0 are needed; 3 are free and 0 can be"
-    assert_refused(m, OutOfBlocks, words, lambda: m.prepare_resources([(2, 28)]))
+    assert (stats.num_cached, stats.num_evictable, stats.num_free, stats.num_published) == (0, 0, 4, 2)
+    m.add_sequence(2, [2] * 36)
+    words = "5 more blocks of group 0 are needed; 4 are free and 0 can be"
+    assert_refused(m, OutOfBlocks, words, lambda: m.prepare_resources([(2, 36)]))
     m.free_resources(1)
     m.check_invariants()
-    m.prepare_resources([(2, 28)])
+    m.prepare_resources([(2, 36)])
     m.check_invariants()
 
 

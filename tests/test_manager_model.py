@@ -151,6 +151,15 @@ class Model:
                 entry.copy, entry.draft = request.copies[i], True
             request.known.append(entry.uid)
 
+    def end(self, request_id: int) -> None:
+        """A request ends. Where others build on a block that nobody holds any more, the index goes over to their copy."""
+        gone = self.requests.pop(request_id)
+        for i, uid in enumerate(gone.known):
+            entry, held, idle = self.index.get(gone.prefix(i)), self.held(), self.idle()
+            twins = [r for r in self.requests.values() if r.known[i : i + 1] == [uid]]
+            if twins and entry is not None and entry.uid == uid and entry.copy not in held and gone.prefix(i) not in idle:
+                entry.copy, entry.draft = twins[0].copies[i], True
+
     def withhold(self) -> int:
         cached = [e for e in self.index.values() if e.copy not in self.held()]
         for entry in cached:
@@ -352,7 +361,8 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def end(self, request_id: int) -> None:
         self.manager.free_resources(request_id)
-        del self.model.requests[request_id], self.prompts[request_id]
+        self.model.end(request_id)
+        del self.prompts[request_id]
         self.finished.append(request_id)
 
     @rule(data=st.data(), what=st.sampled_from(["bad calls", "bad calls", "clear"]))
