@@ -1332,9 +1332,13 @@ class _Tables(_Resumption):
 
     def num_held_blocks(self, request_id: int, group: int = 0) -> int:
         """Blocks that a request holds in `group`."""
+        return self.held_blocks([request_id], group)[0]
+
+    def held_blocks(self, request_ids: Sequence[int], group: int = 0) -> list[int]:
+        """The same of several requests."""
         check_int("group", group, 0, self.num_groups - 1)
-        seq = self._sequence(request_id)
-        return len(seq.blocks[group]) - seq.first[group] - seq.holes[group]
+        sequences = [self._sequence(request_id) for request_id in request_ids]
+        return [len(seq.blocks[group]) - seq.first[group] - seq.holes[group] for seq in sequences]
 
     def get_batch_cache_indices(
         self, request_ids: Sequence[int], layer_idx: int | None = None

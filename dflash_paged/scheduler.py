@@ -73,6 +73,7 @@ class ScheduledRequest:
     cache_id: int | None = None  # the manager's id; it keeps it while preempted
     num_preemptions: int = 0
     prompt: Prompt | None = None  # the tokens to prefill with their hashes
+    most_blocks: dict[int, int] = field(default_factory=dict)  # by pool, where it can't change
 
     @property
     def is_decoding(self) -> bool:
@@ -117,6 +118,7 @@ class Pool(NamedTuple):
     manager: KVCacheManager
     group: int
     is_draft_manager: bool
+    index: int  # in the scheduler's list
 
     @property
     def spec(self) -> GroupSpec:
@@ -223,7 +225,8 @@ class SchedulerState:
             if hook is not None and not callable(hook):
                 raise ValueError(f"{name}: expected a callable or None, got {hook!r:.60}")
         self.on_begin, self.on_end = on_begin, on_end
-        self.pools = [Pool(m, g, m is not manager) for m in self.managers for g in range(m.num_groups)]
+        places = [(m, g) for m in self.managers for g in range(m.num_groups)]
+        self.pools = [Pool(m, g, m is not manager, i) for i, (m, g) in enumerate(places)]
         if admission == "target_only":
             self.counted = [p for p in self.pools if not p.is_draft_manager and p.spec.has_target]
         else:
@@ -253,7 +256,12 @@ class _Ranks(SchedulerState):
 
     def most_blocks(self, request: ScheduledRequest, pool: Pool) -> int:
         """Most blocks of `pool` that a request ever holds on the way to its horizon, lookahead included."""
-        return pool.manager.limits.most_blocks(self.horizon(request), self.window(pool), self.max_step_tokens)
+        most = request.most_blocks.get(pool.index)
+        if most is None:
+            most = pool.manager.limits.most_blocks(self.horizon(request), self.window(pool), self.max_step_tokens)
+            if self.admission != "max_utilization":  # to its end: that doesn't change
+                request.most_blocks[pool.index] = most
+        return most
 
     def window_blocks(self, requests: Sequence[ScheduledRequest], pool: Pool) -> int:
         """Most blocks of a windowed group that `requests` ever hold together, prompts in chunks.
@@ -297,8 +305,8 @@ class _Room(_Ranks):
 
     def promised_blocks(self, pool: Pool) -> int:
         """Blocks that the running requests don't hold yet and may still take on the way to their horizons."""
-        held = pool.manager.num_held_blocks
-        return sum(max(0, self.most_blocks(r, pool) - held(r.cache_id, pool.group)) for r in self.running)
+        held = pool.manager.held_blocks([r.cache_id for r in self.running], pool.group)
+        return sum(max(0, self.most_blocks(r, pool) - count) for r, count in zip(self.running, held))
 
     def hashed(self, request: ScheduledRequest) -> Prompt:
         """The tokens that a waiting request has to prefill, with their hashes, kept while it waits."""

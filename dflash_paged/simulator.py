@@ -7,7 +7,7 @@ __all__ = ['DESIGN_CONTEXTS', 'ASSUMPTIONS', 'ISSUE_DESIGNS', 'TokenRuns', 'Simu
            'Simulation', 'Simulator', 'SimulationResult', 'Design', 'issue_pair', 'Scenario', 'assumptions',
            'pool_bytes', 'draft_dtype', 'make_scheduler', 'step_costs', 'row_bytes', 'step_work', 'step_clock',
            'scenario_workload', 'simulate', 'residence_s', 'planned_running', 'capacity_rows', 'table', 'compare',
-           'result_rows', 'figure_timeline', 'figure_rates']
+           'result_rows', 'figure_timeline', 'figure_rates', 'steady_row']
 
 # %% ../notebooks/06e_simulator.ipynb #db6224a8
 import random
@@ -681,3 +681,16 @@ def figure_rates(scenario: Scenario, designs: Sequence[Design], rates: Sequence[
         axes[1].set(xlabel="requests a second", ylabel="output tokens a second")
         axes[0].legend(fontsize=8)
     return fig, rows
+
+# %% ../notebooks/06e_simulator.ipynb #d0e19025
+def steady_row(trace: str, num_requests: int, admission: str, max_new_tokens: int | None) -> dict:
+    """A full house of 1,024 slots: requests that run on average, by the planner and by the simulator."""
+    scenario = Scenario(
+        trace=trace, num_requests=num_requests, requests_per_s=None, max_new_tokens=max_new_tokens, max_batch_size=1024,
+        max_step_tokens=16_384,
+    )
+    design, rows = Design("manager", admission=admission), scenario_workload(scenario)
+    plan, result = planned_running(scenario, design, rows), simulate(scenario, design, rows)
+    running = result.over_time(result.record.running, *result.busy_window())
+    return {"trace": trace, "requests": num_requests, "policy": admission, "cap": max_new_tokens or "known",
+            "planner": plan.requests, "simulator": round(running, 1), "off": f"{running / plan.requests - 1:+.1%}"}
