@@ -18,6 +18,8 @@ from functools import partial
 from itertools import takewhile
 from operator import is_not
 
+import numpy as np
+
 from .checks import PADDING_PAGE_ID, check_choice
 
 # %% ../notebooks/04c_blocks.ipynb #a297d175
@@ -85,7 +87,7 @@ def chain_hash(parent_key: int, tokens: bytes) -> int:
 
 def check_tokens(name: str, tokens: Iterable[int]) -> array:
     """Token ids as an `array("i")`; `ValueError` unless they are ints from 0 to 2**31 - 1."""
-    if isinstance(tokens, array) and tokens.typecode == "i" and min(tokens, default=0) >= 0:
+    if isinstance(tokens, array) and tokens.typecode == "i" and (not tokens or np.frombuffer(tokens, np.intc).min() >= 0):
         return tokens[:]
     if not isinstance(tokens, (list, tuple)):
         if isinstance(tokens, (str, bytes, set, frozenset, dict)) or not isinstance(tokens, Iterable):
@@ -108,21 +110,37 @@ class Prompt:
     """Token ids with the chained hashes of their full blocks: made by `KVCacheManager.hash_prompt`.
 
     `blocks` are the bytes of each full block's tokens (int32) that a hit may take, `keys` their chained
-    hashes; one token is always left to compute.
+    hashes, both worked out when they are first asked for; one token is always left to compute.
     """
 
-    __slots__ = ("tokens", "salt", "tokens_per_block", "blocks", "keys")
+    __slots__ = ("tokens", "salt", "tokens_per_block", "_hashes")
 
     def __init__(self, tokens: Iterable[int], salt: int | str | None, tokens_per_block: int):
         self.tokens, self.salt = check_tokens("tokens", tokens), check_salt(salt)
         self.tokens_per_block = tokens_per_block
-        data, step = self.tokens.tobytes(), tokens_per_block * self.tokens.itemsize
-        last = max(0, len(self.tokens) - 1) // tokens_per_block * step
-        self.blocks = [data[i : i + step] for i in range(0, last, step)]
-        key, self.keys = root_key(salt), []
-        for block in self.blocks:
-            key = chain_hash(key, block)
-            self.keys.append(key)
+        self._hashes: tuple[list[bytes], list[int]] | None = None
+
+    @property
+    def blocks(self) -> list[bytes]:
+        """The bytes of each full block's tokens."""
+        return self.hashes()[0]
+
+    @property
+    def keys(self) -> list[int]:
+        """The chained hash of each full block."""
+        return self.hashes()[1]
+
+    def hashes(self) -> tuple[list[bytes], list[int]]:
+        """(blocks, keys)."""
+        if self._hashes is None:
+            data, step = self.tokens.tobytes(), self.tokens_per_block * self.tokens.itemsize
+            last = max(0, len(self.tokens) - 1) // self.tokens_per_block * step
+            blocks, keys, key = [data[i : i + step] for i in range(0, last, step)], [], root_key(self.salt)
+            for block in blocks:
+                key = chain_hash(key, block)
+                keys.append(key)
+            self._hashes = blocks, keys
+        return self._hashes
 
     def __len__(self) -> int:
         return len(self.tokens)

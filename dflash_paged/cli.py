@@ -6,13 +6,13 @@
 __all__ = ['TOKENS_PER_BLOCK', 'MAX_TOKENS_OF_A_PROMPT', 'MAX_SEQ_LEN', 'app', 'Prompt', 'read_prompts', 'encode_prompt',
            'decode_rate', 'median_rate', 'ContextReport', 'run_context', 'DemoReport', 'make_engine', 'blocks_for_all',
            'run_plain', 'run_demo', 'report_rows', 'report_figure', 'check_device', 'load_everything', 'demo',
-           'write_report', 'print_report', 'evaluate', 'summary', 'main', 'calibrate']
+           'write_report', 'print_report', 'evaluate', 'summary', 'main', 'calibrate', 'simulate']
 
 # %% ../notebooks/00_tour.ipynb #a50c0456
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated
@@ -29,8 +29,13 @@ from dflash_paged.evaluate import (
     collect_projections,
     Judge, PromptRow, acceptance, environment, evaluate_prompts, human_eval_prompts, write_rows,
 )
+from .memory import GB
 from .models import find_drafter, find_target, load_target_model
+from .scheduler import ADMISSION_POLICIES
+from .simulator import ISSUE_DESIGNS, Design, Scenario, capacity_rows, result_rows, scenario_workload, table
+from .simulator import simulate as run_simulation
 from .target import PagedTarget
+from .workload import TRACES, WorkloadRow, read_trace
 
 TOKENS_PER_BLOCK = 32
 MAX_TOKENS_OF_A_PROMPT = 2048
@@ -579,3 +584,56 @@ def calibrate(
         typer.echo(f"dflash-paged: {error}", err=True)
         raise typer.Exit(2) from None
     typer.echo(f"{path}: scales of {tuple(draft.kv_scales[0].shape)} layers and heads, from {len(encoded)} prompts")
+
+# %% ../notebooks/00_tour.ipynb #446eaaa0
+def _simulated_rows(trace: str, scenario: Scenario, skip_bad_rows: bool) -> list[WorkloadRow]:
+    """The requests of a named trace, or of a file."""
+    if Path(trace).suffix not in (".csv", ".jsonl"):
+        check_choice("--trace", trace, (*TRACES, "a .csv or .jsonl file"))
+        return scenario_workload(replace(scenario, trace=trace))
+    return read_trace(trace, max_seq_len=scenario.max_seq_len, skip_bad_rows=skip_bad_rows)
+
+
+def _simulated_designs(names: Sequence[str], admission: str) -> list[Design]:
+    designs = {design.name: design for design in ISSUE_DESIGNS}
+    for name in names:
+        check_choice("--design", name, tuple(designs))
+    check_choice("--admission", admission, ADMISSION_POLICIES)
+    return [replace(designs[name], admission=admission) for name in (names or designs)]
+
+# %% ../notebooks/00_tour.ipynb #d3d09ef7
+@app.command()
+def simulate(
+    trace: Annotated[str, typer.Option(help="A published trace by name, or a .csv or .jsonl file.")] = "mooncake-conversation-2025",
+    requests: Annotated[int, typer.Option(help="Requests to draw from a published trace.")] = 1_000,
+    rate: Annotated[float, typer.Option(help="Arrivals a second, of a published trace.")] = 4.0,
+    k: Annotated[int, typer.Option("--k", help="Draft tokens a step.")] = 4,
+    slots: Annotated[int, typer.Option(help="Most requests at once.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="The cap that clients send.")] = 2_048,
+    acceptance: Annotated[float, typer.Option(help="Tokens a pass with 15 drafts, bonus included; cut to K.")] = 3.43,
+    memory: Annotated[int, typer.Option(help="Memory of a GPU, GB; two of them serve.")] = 180,
+    design: Annotated[list[str] | None, typer.Option(help="One of the table's designs; repeat for more (default: all).")] = None,
+    admission: Annotated[str, typer.Option(help="guaranteed_no_evict, max_utilization or target_only.")] = "guaranteed_no_evict",
+    seed: Annotated[int, typer.Option(help="Another seed, other lengths and arrivals.")] = 0,
+    skip_bad_rows: Annotated[bool, typer.Option(help="Leave out what a file has wrong, instead of stopping.")] = False,
+) -> None:
+    """Serve a workload with the draft context in a dense buffer, a pool of its own, and the target's manager."""
+    from rich.console import Console
+
+    try:
+        scenario = Scenario(
+            machine=replace(Scenario().machine, hbm_bytes=check_int("--memory", memory, 1) * GB), requests_per_s=rate,
+            num_requests=requests, num_draft_tokens=k, max_batch_size=slots, max_new_tokens=max_new_tokens,
+            acceptance_length=acceptance, seed=seed,
+        )
+        rows, designs = _simulated_rows(trace, scenario, skip_bad_rows), _simulated_designs(design or [], admission)
+        typer.echo(table(capacity_rows(scenario, designs)) + "\n")
+        results = {d.name: run_simulation(scenario, d, rows, progress=Console().is_terminal) for d in designs}
+    except (ValueError, OSError) as error:
+        typer.echo(f"dflash-paged: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(table(result_rows(results)))
+    for name, result in results.items():
+        if result.failure:
+            typer.echo(f"{name}: stopped after {result.end_s:.1f} s: {result.failure}", err=True)
+    raise typer.Exit(1 if any(result.failure for result in results.values()) else 0)

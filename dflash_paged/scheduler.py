@@ -174,7 +174,7 @@ def check_request(request: ScheduledRequest, max_seq_len: int) -> None:
     if request.place >= 0:
         raise RefusedRequest(f"request {request.request_id}: expected a new one, this one was added before")
     try:
-        check_tokens("tokens", request.tokens), check_salt(request.salt)
+        check_tokens("tokens", request.tokens[:]), check_salt(request.salt)
     except ValueError as error:
         raise RefusedRequest(str(error)) from None
 
@@ -311,7 +311,7 @@ class _Room(_Ranks):
     def hashed(self, request: ScheduledRequest) -> Prompt:
         """The tokens that a waiting request has to prefill, with their hashes, kept while it waits."""
         if request.prompt is None:
-            request.prompt = self.manager.hash_prompt(request.tokens, request.salt)
+            request.prompt = self.manager.hash_prompt(request.tokens[:], request.salt)
         return request.prompt
 
 # %% ../notebooks/06_scheduler.ipynb #f29d615b

@@ -38,7 +38,10 @@ from .workload import Acceptance, WorkloadRow, check_number, make_workload
 
 # %% ../notebooks/06e_simulator.ipynb #9e38fdbd
 class TokenRuns(Sequence):
-    """`prefix_tokens` times the id `prefix`, then `owner` up to `length`: token ids that cost nothing to keep."""
+    """`prefix_tokens` times the id `prefix`, then `owner` up to `length`: token ids that cost nothing to keep.
+
+    A slice without step is a list, a long one an `array("i")`, which the manager takes as it is.
+    """
 
     def __init__(self, prefix: int, prefix_tokens: int, owner: int, length: int):
         self.prefix, self.prefix_tokens, self.owner, self.length = prefix, prefix_tokens, owner, length
@@ -49,8 +52,10 @@ class TokenRuns(Sequence):
     def __getitem__(self, index):
         if isinstance(index, slice):
             start, stop, _ = index.indices(self.length)
-            shared = max(0, min(stop, self.prefix_tokens) - start)
-            return [self.prefix] * shared + [self.owner] * (max(0, stop - start) - shared)
+            shared, count = max(0, min(stop, self.prefix_tokens) - start), max(0, stop - start)
+            if count > 64:
+                return array("i", [self.prefix]) * shared + array("i", [self.owner]) * (count - shared)
+            return [self.prefix] * shared + [self.owner] * (count - shared)
         return self.prefix if index < self.prefix_tokens else self.owner
 
     def __iter__(self) -> Iterator[int]:
