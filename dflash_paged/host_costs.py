@@ -84,6 +84,7 @@ def match_times(num_tokens: int = 131_072, repeats: int = 25) -> list[dict]:
     manager.update_resources([(0, tokens)])
     manager.free_resources(0)
     prompt, ids = manager.hash_prompt(tokens), iter(range(1, 10**6))
+    prompt.hashes()
 
     def come_and_go():
         i = next(ids)
