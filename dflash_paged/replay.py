@@ -9,6 +9,7 @@ __all__ = ['Arrival', 'TraceStep', 'EngineTrace', 'used_blocks', 'StepTap', 'rec
 # %% ../notebooks/08d_replay.ipynb #b169c7e4
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 
 from .engine import Engine, RunningRequest
 from .manager import KVCacheManager
@@ -158,7 +159,8 @@ def replay_trace(trace: EngineTrace, scheduler: Scheduler) -> list[TraceStep]:
             request.request_id, KnownTokens(prompt, output), len(prompt), request.max_new_tokens,
             reuse_prefix=request.reuse_prefix, salt=request.salt, priority=request.priority,
             row=WorkloadRow(arrival.step, len(prompt), max(1, len(output))),
-            output_tokens=request.max_new_tokens if aborted else len(output), gain=iter(gains[request.request_id]).__next__,
+            output_tokens=request.max_new_tokens if aborted else len(output),
+            gain=chain(gains[request.request_id], repeat(1)).__next__,  # past the record the runs differ already
         ))
     simulator, tap, step = Simulator(scheduler, requests, lambda plan: 1.0), StepTap(scheduler), 0
     while simulator.num_arrived < len(requests) or scheduler.waiting or scheduler.running:

@@ -20,6 +20,7 @@ from .checks import check_choice, check_int
 from .manager import KVCacheManager, Mapping
 from dflash_paged.memory import (
     CATALOGUE,
+    DTYPE_BYTES,
     GB,
     CapacityPlan,
     Lengths,
@@ -32,7 +33,7 @@ from dflash_paged.memory import (
     shard_layer,
     window_groups,
 )
-from .scheduler import DraftPoolExhausted, RefusedRequest, ScheduledRequest, Scheduler, StepPlan, lookahead_tokens
+from .scheduler import ADMISSION_POLICIES, DraftPoolExhausted, RefusedRequest, ScheduledRequest, Scheduler, StepPlan, lookahead_tokens
 from .step_costs import GPUS, MODELS, StepCosts, StepWork
 from .workload import Acceptance, WorkloadRow, check_number, make_workload
 
@@ -51,12 +52,15 @@ class TokenRuns(Sequence):
 
     def __getitem__(self, index):
         if isinstance(index, slice):
-            start, stop, _ = index.indices(self.length)
+            start, stop, step = index.indices(self.length)
+            if step != 1:
+                return [self[i] for i in range(start, stop, step)]
             shared, count = max(0, min(stop, self.prefix_tokens) - start), max(0, stop - start)
             if count > 64:
                 return array("i", [self.prefix]) * shared + array("i", [self.owner]) * (count - shared)
             return [self.prefix] * shared + [self.owner] * (count - shared)
-        return self.prefix if index < self.prefix_tokens else self.owner
+        place = range(self.length)[index]
+        return self.prefix if place < self.prefix_tokens else self.owner
 
     def __iter__(self) -> Iterator[int]:
         return iter(self[:])
@@ -327,6 +331,11 @@ class Design:
 
     def __post_init__(self):
         check_choice("context", self.context, DESIGN_CONTEXTS)
+        check_choice("kv_dtype", self.kv_dtype, tuple(DTYPE_BYTES))
+        check_choice("draft_kv_dtype", self.draft_kv_dtype, ("inherit", *DTYPE_BYTES))
+        check_choice("admission", self.admission, ADMISSION_POLICIES)
+        if self.max_batch_size is not None:
+            check_int("max_batch_size", self.max_batch_size, 1)
 
     @property
     def name(self) -> str:
@@ -377,7 +386,14 @@ class Scenario:
         block = self.pair.draft.draft_block_size or self.num_draft_tokens + 1
         check_int("num_draft_tokens", self.num_draft_tokens, 0, block - 1)
         check_number("host_us", self.host_us, 0)
-        self.acceptance()
+        check_int("accepted_of", self.accepted_of, self.num_draft_tokens)
+        for name in ("acceptance_length", "missing_acceptance_length"):
+            if name == "acceptance_length" or self.missing_acceptance_length is not None:
+                check_number(name, getattr(self, name), 1, self.accepted_of + 1)
+        for name in ("max_seq_len", "max_batch_size", "max_step_tokens", "num_requests"):
+            check_int(name, getattr(self, name), 1)
+        for name in ("num_prefixes", "prefix_tokens"):
+            check_int(name, getattr(self, name))
 
     def acceptance(self, missing: bool = False) -> Acceptance:
         """Tokens that a pass gains, with all draft rows or with `missing` ones."""
@@ -529,40 +545,48 @@ def simulate(
     return simulator.run(progress, until_s)
 
 # %% ../notebooks/06e_simulator.ipynb #4f0b9d18
-def residence_s(scenario: Scenario, design: Design, rows: Sequence[WorkloadRow], running: int) -> list[float]:
-    """About how long each request runs, seconds, while `running` requests do."""
+def residence_s(scenario: Scenario, design: Design, rows: Sequence[WorkloadRow], running: int) -> list[tuple[float, float]]:
+    """About how long each request prefills and decodes, seconds, while `running` requests run.
+
+    If prompts come faster than steps can run them, a request waits for its turn among those that prefill: by Little's
+    law as long as it takes that all running ones leave at the rate of the prompts.
+    """
     costs, sizes = step_costs(scenario, design), row_bytes(scenario, design)
     accepted, q = scenario.acceptance().mean, scenario.num_draft_tokens + 1
-    mean_prompt = sum(r.prompt_tokens for r in rows) / len(rows)
-    passes = [(r.output_tokens - 1) / accepted for r in rows]
-    read = [running * mean_prompt * sum(size.values()) for size in sizes]
-    chunk = max(1, scenario.max_step_tokens - running * q)
-    seconds = []
-    for prompt_rows in (0, chunk):
-        work = StepWork(running * q + prompt_rows, running * q, running, *read, prompt_rows * mean_prompt / 2, prompt_rows)
+    mean_prompt, passes = sum(r.prompt_tokens for r in rows) / len(rows), [(r.output_tokens - 1) / accepted for r in rows]
+    mean_passes, decoding = sum(passes) / len(passes), float(running)
+    for _ in range(8):  # those that decode leave room for prompts, which decides how many decode
+        chunk = max(1.0, scenario.max_step_tokens - decoding * q)
+        decoding = min(running, mean_passes * chunk / mean_prompt)
+    wait = max(0.0, running * mean_prompt / chunk - mean_passes - max(1.0, mean_prompt / chunk))  # steps
+    busy = min(1.0, mean_prompt / chunk / (mean_passes / decoding))  # share of steps that run a whole chunk
+    read, seconds = [decoding * mean_prompt * sum(size.values()) for size in sizes], []
+    for prompt_rows in (0, int(chunk)):
+        verify = int(decoding * q)
+        work = StepWork(verify + prompt_rows, verify, int(decoding), *read, prompt_rows * mean_prompt / 2, prompt_rows)
         seconds.append(costs.step_s(work))
-    busy = min(1.0, mean_prompt / chunk / (sum(passes) / len(passes) / running))  # share of steps that run a whole chunk
     mean_s = busy * seconds[1] + (1 - busy) * seconds[0]
-    return [p * mean_s + max(1.0, r.prompt_tokens / chunk) * seconds[1] for p, r in zip(passes, rows)]
+    return [(wait * seconds[1] + max(1.0, r.prompt_tokens / chunk) * seconds[1], p * mean_s) for p, r in zip(passes, rows)]
 
 # %% ../notebooks/06e_simulator.ipynb #921c711b
-def _lengths_at_a_moment(design: Design, rows: Sequence[WorkloadRow], seconds: Sequence[float], most: int) -> Lengths:
+def _lengths_at_a_moment(design: Design, rows: Sequence[WorkloadRow], spans: Sequence[tuple], most: int) -> Lengths:
     """What admission counts for the requests that run at one moment: to their ends, or as far as they are."""
-    count, total, lengths = 4096, sum(seconds), []
-    pairs = iter(zip(rows, seconds))
-    row, here = next(pairs)
-    end = here
+    count, total, lengths = 4096, sum(a + b for a, b in spans), []
+    pairs = iter(zip(rows, spans))
+    row, (prefill, decode) = next(pairs)
+    begin = 0.0
     for i in range(count):
         moment = (i + 0.5) / count * total
-        while moment > end:
-            row, here = next(pairs)
-            end += here
-        done = 1 - (end - moment) / here
-        ahead = round(done * row.output_tokens) if design.admission == "max_utilization" else row.max_new_tokens or row.output_tokens
+        while moment > begin + prefill + decode:
+            begin += prefill + decode
+            row, (prefill, decode) = next(pairs)
+        ahead = row.max_new_tokens or row.output_tokens
+        if design.admission == "max_utilization":
+            ahead = round(max(0.0, moment - begin - prefill) / decode * row.output_tokens) if decode else 0
         lengths.append(min(most, row.prompt_tokens + ahead))
     return Lengths(tuple(lengths), "by time")
 
-
+# %% ../notebooks/06e_simulator.ipynb #2a6bd26c
 def planned_running(scenario: Scenario, design: Design, rows: Sequence[WorkloadRow]) -> CapacityPlan:
     """The planner's answer for the moment at which a queue never runs dry: how many of `rows` run, and what they hold."""
     is_dense = design.context == "dense"
