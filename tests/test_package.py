@@ -261,6 +261,18 @@ def test_readme_numbers_of_the_manager_are_the_recorded_ones():
     assert f"| {sum(int(r['num_steps']) for r in histories):,} |" in text
 
 
+def test_readme_numbers_of_the_scenario_are_the_recorded_ones():
+    """The simulator's table in the README comes from figures/data, and holds what the issue asked for."""
+    text, rows = (TOP / "README.md").read_text(encoding="utf-8"), {r["design"]: r for r in recorded("scenario_issue")}
+    designs = [rows[name] for name in ("dense bf16", "manager bf16", "dense fp8", "manager fp8")]
+    for column, form in (("pool_tokens", ",.0f"), ("mean_running", ".1f"), ("queue_p50_s", ",.1f"), ("tokens_per_s", ",.0f"),
+                         ("counted_while_waiting", ".0%"), ("wall_s", ".0f")):
+        assert f"| {'; '.join(format(float(row[column]), form) for row in designs)} |" in text, column
+    assert all(int(row["requests"]) == 10_000 and float(row["wall_s"]) < 60 for row in rows.values())
+    off = [abs(float(r["simulator"]) / float(r["planner"]) - 1) for r in recorded("simulator_steady")]
+    assert max(off) < 0.03 and f"| {max(off):.1%} off (" in text and len(off) == 8
+
+
 def test_readme_manager_example_runs():
     """The README's lines about the manager are what they say."""
     text = (TOP / "README.md").read_text(encoding="utf-8")
