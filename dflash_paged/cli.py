@@ -609,7 +609,7 @@ def simulate(
     rate: Annotated[float, typer.Option(help="Arrivals a second, of a published trace.")] = 4.0,
     k: Annotated[int, typer.Option("--k", help="Draft tokens a step.")] = 4,
     slots: Annotated[int, typer.Option(help="Most requests at once.")] = 64,
-    max_new_tokens: Annotated[int, typer.Option(help="The cap that clients send.")] = 2_048,
+    max_new_tokens: Annotated[int, typer.Option(help="The cap that clients send, with a published trace.")] = 2_048,
     acceptance: Annotated[float, typer.Option(help="Tokens a pass with 15 drafts, bonus included; cut to K.")] = 3.43,
     memory: Annotated[int, typer.Option(help="Memory of a GPU, GB; two of them serve.")] = 180,
     design: Annotated[list[str] | None, typer.Option(help="One of the table's designs; repeat for more (default: all).")] = None,

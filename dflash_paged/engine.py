@@ -8,7 +8,7 @@ __all__ = ['CONTEXTS', 'KV_DTYPES', 'DRAFT_KV_DTYPES', 'RequestStats', 'RequestR
            'pick_v_layout', 'draft_layer_specs', 'default_num_blocks', 'set_draft_scales', 'EngineState',
            'make_scheduler', 'begin', 'end', 'decode_rows', 'prefill_rows', 'build_target_batch', 'accept',
            'draft_next', 'settle', 'save', 'restore', 'deliver', 'result_of', 'record_draft_bytes', 'token_list',
-           'check_prompt', 'RequestQueue', 'StepRunner', 'Engine']
+           'check_prompt', 'RequestQueue', 'RequestDesk', 'StepRunner', 'Engine']
 
 # %% ../notebooks/08_engine.ipynb #9589a65d
 import operator
@@ -526,6 +526,10 @@ class RequestQueue(EngineState):
         self.num_requests += 1
         return request.request_id
 
+# %% ../notebooks/08_engine.ipynb #73c8dc5b
+class RequestDesk(RequestQueue):
+    """Requests that wait, run and leave."""
+
     def abort(self, request_id: int) -> RequestResult:
         """End a request now; its blocks go back. `KeyError` for an id that is neither waiting nor running."""
         return result_of(self.scheduler.abort(request_id), time.perf_counter())
@@ -544,8 +548,8 @@ class RequestQueue(EngineState):
         """Requests that hold blocks, in the order of admission."""
         return self.scheduler.running
 
-# %% ../notebooks/08_engine.ipynb #73c8dc5b
-class StepRunner(RequestQueue):
+# %% ../notebooks/08_engine.ipynb #cb123ddc
+class StepRunner(RequestDesk):
     """A step, whole or not at all."""
 
     def step(self) -> list[RequestResult]:

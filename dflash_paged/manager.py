@@ -1337,8 +1337,7 @@ class _Tables(_Resumption):
     def held_blocks(self, request_ids: Sequence[int], group: int = 0) -> list[int]:
         """The same of several requests."""
         check_int("group", group, 0, self.num_groups - 1)
-        sequences = [self._sequence(request_id) for request_id in request_ids]
-        return [len(seq.blocks[group]) - seq.first[group] - seq.holes[group] for seq in sequences]
+        return [len(seq.blocks[group]) - seq.first[group] - seq.holes[group] for seq in map(self._sequence, request_ids)]
 
     def get_batch_cache_indices(
         self, request_ids: Sequence[int], layer_idx: int | None = None

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['DESIGN_CONTEXTS', 'ASSUMPTIONS', 'ISSUE_DESIGNS', 'TokenRuns', 'SimulatedRequest', 'simulated_request', 'StepRecord',
-           'Simulation', 'Simulator', 'SimulationResult', 'Design', 'issue_pair', 'Scenario', 'assumptions',
-           'pool_bytes', 'draft_dtype', 'make_scheduler', 'step_costs', 'row_bytes', 'step_work', 'step_clock',
-           'scenario_workload', 'simulate', 'residence_s', 'planned_running', 'capacity_rows', 'table', 'compare',
-           'result_rows', 'figure_timeline', 'figure_rates', 'steady_row']
+           'Simulation', 'Simulator', 'SimulationResult', 'Design', 'issue_pair', 'check_scenario', 'Scenario',
+           'assumptions', 'pool_bytes', 'draft_dtype', 'make_scheduler', 'step_costs', 'row_bytes', 'step_work',
+           'step_clock', 'scenario_workload', 'simulate', 'residence_s', 'planned_running', 'capacity_rows', 'table',
+           'compare', 'result_rows', 'figure_timeline', 'figure_rates', 'steady_row']
 
 # %% ../notebooks/06e_simulator.ipynb #db6224a8
 import random
@@ -205,6 +205,10 @@ class _Steps(Simulation):
             record.used[i].append(pool.manager.num_used_blocks(pool.group))
             record.promised[i].append(scheduler.promised_blocks(pool) if pool.spec.window is None else 0)
 
+# %% ../notebooks/06e_simulator.ipynb #6e039e1c
+class _Clock(_Steps):
+    """Time that passes."""
+
     def step(self) -> StepPlan:
         """Run one step at `now`, or jump to the next arrival where nothing can run."""
         self._arrive()
@@ -220,8 +224,8 @@ class _Steps(Simulation):
         self.now += seconds
         return plan
 
-# %% ../notebooks/06e_simulator.ipynb #6e039e1c
-class Simulator(_Steps):
+# %% ../notebooks/06e_simulator.ipynb #bf68022b
+class Simulator(_Clock):
     """A whole run."""
 
     @property
@@ -352,6 +356,25 @@ def issue_pair() -> ModelPair:
     return ModelPair(pair.target, replace(pair.draft, weights_bytes=2_630_000_000))
 
 
+
+def check_scenario(scenario: "Scenario") -> None:
+    """`ValueError` naming the field that is out of range."""
+    check_choice("gpu", scenario.gpu, tuple(GPUS))
+    for name in ("target_work", "draft_work"):
+        check_choice(name, getattr(scenario, name), tuple(MODELS))
+    block = scenario.pair.draft.draft_block_size or scenario.num_draft_tokens + 1
+    check_int("num_draft_tokens", scenario.num_draft_tokens, 0, block - 1)
+    check_number("host_us", scenario.host_us, 0)
+    check_int("accepted_of", scenario.accepted_of, scenario.num_draft_tokens)
+    check_number("acceptance_length", scenario.acceptance_length, 1, scenario.accepted_of + 1)
+    if scenario.missing_acceptance_length is not None:
+        check_number("missing_acceptance_length", scenario.missing_acceptance_length, 1, scenario.accepted_of + 1)
+    for name in ("max_seq_len", "max_batch_size", "max_step_tokens", "num_requests"):
+        check_int(name, getattr(scenario, name), 1)
+    for name in ("num_prefixes", "prefix_tokens"):
+        check_int(name, getattr(scenario, name))
+
+# %% ../notebooks/06e_simulator.ipynb #5ea57c62
 @dataclass(frozen=True)
 class Scenario:
     """Everything that a run assumes; change a field with `dataclasses.replace`. The defaults are the issue's setting."""
@@ -380,27 +403,14 @@ class Scenario:
     seed: int = 0
 
     def __post_init__(self):
-        check_choice("gpu", self.gpu, tuple(GPUS))
-        for name in ("target_work", "draft_work"):
-            check_choice(name, getattr(self, name), tuple(MODELS))
-        block = self.pair.draft.draft_block_size or self.num_draft_tokens + 1
-        check_int("num_draft_tokens", self.num_draft_tokens, 0, block - 1)
-        check_number("host_us", self.host_us, 0)
-        check_int("accepted_of", self.accepted_of, self.num_draft_tokens)
-        for name in ("acceptance_length", "missing_acceptance_length"):
-            if name == "acceptance_length" or self.missing_acceptance_length is not None:
-                check_number(name, getattr(self, name), 1, self.accepted_of + 1)
-        for name in ("max_seq_len", "max_batch_size", "max_step_tokens", "num_requests"):
-            check_int(name, getattr(self, name), 1)
-        for name in ("num_prefixes", "prefix_tokens"):
-            check_int(name, getattr(self, name))
+        check_scenario(self)
 
     def acceptance(self, missing: bool = False) -> Acceptance:
         """Tokens that a pass gains, with all draft rows or with `missing` ones."""
         mean = self.missing_acceptance_length if missing else self.acceptance_length
         return Acceptance.from_mean(mean, self.accepted_of).cut(self.num_draft_tokens)
 
-# %% ../notebooks/06e_simulator.ipynb #5ea57c62
+# %% ../notebooks/06e_simulator.ipynb #cee24cee
 ASSUMPTIONS = {
     "pair": "layers, heads, weights: notebook 01's catalogue; drafter 2.63 GB: the card of nvidia/MiniMax-M2.7-DFlash",
     "machine": "180 GB, TP 2: the issue; 10 GB for activations, graphs and buffers: ours",
@@ -421,7 +431,11 @@ ASSUMPTIONS = {
 
 def assumptions(scenario: Scenario) -> list[dict]:
     """What a scenario assumes, its value and where it comes from, a dict each."""
-    short = lambda value: f"{value.target.name} + {value.draft.name}" if isinstance(value, ModelPair) else value
+    def short(value) -> object:
+        if isinstance(value, Machine):
+            return f"{value.hbm_bytes / GB:g} GB, TP {value.tp_size}, {value.other_bytes / GB:g} GB taken"
+        return f"{value.target.name} + {value.draft.name}" if isinstance(value, ModelPair) else value
+
     return [{"assumption": name, "value": short(getattr(scenario, name)), "from": text} for name, text in ASSUMPTIONS.items()]
 
 # %% ../notebooks/06e_simulator.ipynb #0f50d8e1

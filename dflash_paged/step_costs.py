@@ -174,8 +174,8 @@ class StepWork:
 
 # %% ../notebooks/06d_step_costs.ipynb #4715e658
 @dataclass(frozen=True)
-class StepCosts:
-    """Seconds of a step on one rank of `tp_size`."""
+class _Passes:
+    """Seconds of a pass through a model on one rank of `tp_size`."""
 
     gpu: Gpu
     target: ModelWork
@@ -212,6 +212,10 @@ class StepCosts:
             return 0.0
         part = self.parts.attention_fp8 if dtype == "float8_e4m3fn" else self.parts.attention_bf16
         return model.num_layers * part.seconds(self.gpu, num_bytes / model.num_layers)
+
+# %% ../notebooks/06d_step_costs.ipynb #c658dfb4
+class StepCosts(_Passes):
+    """Seconds of a step on one rank of `tp_size`, by part."""
 
     def parts_s(self, work: StepWork) -> dict[str, float]:
         """Seconds by part; their sum is the step."""

@@ -34,8 +34,8 @@ def check_number(name: str, value: object, low: float, high: float = math.inf) -
 
 # %% ../notebooks/06c_workload.ipynb #44e8b7e3
 @dataclass(frozen=True)
-class Quantiles:
-    """Lengths in tokens by quantile: (share of requests, length), shares from 0 to 1, lengths that never fall."""
+class _Curve:
+    """The curve through the quantiles."""
 
     points: tuple[tuple[float, int], ...]
 
@@ -61,6 +61,10 @@ class Quantiles:
     def draw(self, rng: random.Random) -> int:
         """One length."""
         return max(1, round(self.at(rng.random())))
+
+# %% ../notebooks/06c_workload.ipynb #6edb9e5a
+class Quantiles(_Curve):
+    """Lengths in tokens by quantile: (share of requests, length), shares from 0 to 1, lengths that never fall."""
 
     @property
     def mean(self) -> float:
@@ -198,8 +202,8 @@ def make_workload(
 
 # %% ../notebooks/06c_workload.ipynb #32580442
 @dataclass(frozen=True)
-class Acceptance:
-    """How many tokens a verify pass gains: `shares[i]` of the passes gain i + 1."""
+class _Acceptance:
+    """Shares that are checked and summed."""
 
     shares: tuple[float, ...]
 
@@ -234,6 +238,10 @@ class Acceptance:
             p = (low + high) / 2
             low, high = (p, high) if sum(p**i for i in range(k + 1)) < mean else (low, p)
         return cls((*((1 - p) * p**i for i in range(k)), p**k))
+
+# %% ../notebooks/06c_workload.ipynb #ad345ed1
+class Acceptance(_Acceptance):
+    """How many tokens a verify pass gains: `shares[i]` of the passes gain i + 1."""
 
     def cut(self, num_draft_tokens: int) -> "Acceptance":
         """The same with fewer drafts: what would have gained more gains all of them and the bonus."""
@@ -342,7 +350,7 @@ def _records(path: Path) -> Iterable[tuple[int, object]]:
                 except (ValueError, RecursionError) as error:
                     yield line, ValueError(f"expected JSON, {str(error)[:100]}")
 
-
+# %% ../notebooks/06c_workload.ipynb #b617c501
 def read_trace(path: str | Path, *, max_seq_len: int | None = None, skip_bad_rows: bool = False) -> list[WorkloadRow]:
     """Requests of a `.csv` or `.jsonl` trace in order of arrival, the first one at 0 s.
 
