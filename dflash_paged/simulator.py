@@ -6,8 +6,8 @@
 __all__ = ['DESIGN_CONTEXTS', 'ASSUMPTIONS', 'ISSUE_DESIGNS', 'TokenRuns', 'SimulatedRequest', 'simulated_request', 'StepRecord',
            'Simulation', 'Simulator', 'SimulationResult', 'Design', 'issue_pair', 'check_scenario', 'Scenario',
            'assumptions', 'pool_bytes', 'draft_dtype', 'make_scheduler', 'step_costs', 'row_bytes', 'step_work',
-           'step_clock', 'scenario_workload', 'simulate', 'residence_s', 'planned_running', 'capacity_rows', 'table',
-           'compare', 'result_rows', 'figure_timeline', 'figure_rates', 'steady_row']
+           'step_clock', 'scenario_workload', 'simulate', 'residence_s', 'planned_running', 'capacity_rows', 'Table',
+           'table', 'compare', 'result_rows', 'figure_timeline', 'figure_rates', 'steady_row']
 
 # %% ../notebooks/06e_simulator.ipynb #db6224a8
 import random
@@ -638,17 +638,36 @@ def capacity_rows(scenario: Scenario, designs: Sequence[Design] = ISSUE_DESIGNS)
         })
     return rows
 
+# %% ../notebooks/06e_simulator.ipynb #f8598493
+class Table(str):
+    """Aligned text, and a table where a notebook shows it as a cell's value."""
 
-def table(rows: Sequence[dict]) -> str:
-    """Dicts of the same keys as aligned text."""
+    cells: list[list[str]]
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_markdown_(self) -> str:
+        line = lambda cells: "| " + " | ".join(cells) + " |"
+        rule = ["---"] + ["---:"] * (len(self.cells[0]) - 1)
+        return "\n".join(line(cells) for cells in (self.cells[0], rule, *self.cells[1:]))
+
+
+def table(rows: Sequence[dict]) -> Table:
+    """Dicts of the same keys as a table; `ValueError` for none."""
+    if not rows:
+        raise ValueError("rows: expected at least one, got none")
+
     def word(value) -> str:
         return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
     cells = [list(rows[0]), *([word(value) for value in row.values()] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    return "\n".join("  ".join(
+    text = Table("\n".join("  ".join(
         [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))]
-    ).rstrip() for line in cells)
+    ).rstrip() for line in cells))
+    text.cells = cells
+    return text
 
 # %% ../notebooks/06e_simulator.ipynb #ffab7100
 def compare(scenario: Scenario, designs: Sequence[Design] = ISSUE_DESIGNS, progress: bool = False) -> dict[str, SimulationResult]:
