@@ -389,6 +389,10 @@ class FinishedIds:
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._others or (isinstance(request_id, int) and 0 <= request_id < self._below)
 
+    def first_unused(self) -> int:
+        """An id above all of them."""
+        return max(self._others, default=self._below - 1) + 1
+
     def dump(self) -> tuple:
         """All of it as plain data."""
         return self._below, sorted(self._others)
@@ -1321,6 +1325,10 @@ class _Resumption(_Endings):
 # %% ../notebooks/05_manager.ipynb #16d5c24b
 class _Tables(_Resumption):
     """Block tables and what they cover."""
+
+    def first_unused_id(self) -> int:
+        """An id above every one that was used."""
+        return max([self._finished.first_unused(), *(i + 1 for i in self._sequences)])
 
     def live_requests(self) -> list[int]:
         """Ids of the requests that hold blocks, in the order in which they came."""

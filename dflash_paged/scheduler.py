@@ -140,8 +140,14 @@ class Shortage(NamedTuple):
     needed: int
     available: int
     promised: int
+    together: int | None = None  # of a window: most that it and the running ones may hold at once
 
     def __str__(self) -> str:
+        if self.together is not None:
+            return (
+                f"needs up to {self.needed:,} blocks ({self.pool.words}); with the running requests' {self.promised:,} that may be "
+                f"{self.together:,} at once, of {self.available:,}"
+            )
         return (
             f"needs {self.needed:,} blocks ({self.pool.words}); {self.available:,} of {self.pool.spec.num_blocks:,} are "
             f"available, {self.promised:,} of them promised to running requests"
@@ -152,14 +158,19 @@ class Waiting(NamedTuple):
     """Why one request doesn't run in this step."""
 
     request_id: int
-    reason: str  # "blocks", "slots", "behind", "preemption", "paused", "failed" or "new"
+    reason: str  # "blocks", "slots", "behind", "preemption", "paused", "budget", "failed", "next" or "new"
     words: str
 
 # %% ../notebooks/06_scheduler.ipynb #8d878383
 def check_request(request: ScheduledRequest, max_seq_len: int) -> None:
     """`RefusedRequest` for a request that is wrong whatever the pools hold."""
+    if not isinstance(request, ScheduledRequest):
+        raise RefusedRequest(f"request: expected a ScheduledRequest, got {type(request).__name__}")
+    if request.place >= 0:
+        raise RefusedRequest(f"request {request.request_id}: expected a new one, this one was added before")
     checks = (
-        ("priority", request.priority, 0, MAX_PRIORITY), ("max_new_tokens", request.max_new_tokens, 1, None),
+        ("priority", request.priority, 0, MAX_PRIORITY), ("request_id", request.request_id, -1, None),
+        ("max_new_tokens", request.max_new_tokens, 1 + max(0, len(request.tokens) - request.prompt_len), None),
         ("prompt_len", request.prompt_len, 1, len(request.tokens)),
     )
     try:
@@ -171,10 +182,9 @@ def check_request(request: ScheduledRequest, max_seq_len: int) -> None:
         raise RefusedRequest(
             f"prompt: expected fewer than max_seq_len = {max_seq_len} tokens, got {len(request.tokens)}"
         )
-    if request.place >= 0:
-        raise RefusedRequest(f"request {request.request_id}: expected a new one, this one was added before")
     try:
         check_tokens("tokens", request.tokens[:]), check_salt(request.salt)
+        check_choice("reuse_prefix", request.reuse_prefix, (True, False))
     except ValueError as error:
         raise RefusedRequest(str(error)) from None
 
@@ -193,6 +203,11 @@ def check_managers(manager: KVCacheManager, draft_manager: KVCacheManager | None
         if one.live_requests():
             raise ValueError(f"{name}: expected no live request, got {one.live_requests()[:4]}")
     if draft_manager is not None:
+        if draft_manager is manager or draft_manager.tokens_per_block != manager.tokens_per_block:
+            raise ValueError(
+                f"draft_manager: expected another manager with tokens_per_block {manager.tokens_per_block}, got "
+                f"{'the same one' if draft_manager is manager else draft_manager.tokens_per_block}"
+            )
         if draft_manager.enable_prefix_reuse:
             raise ValueError("draft_manager: expected enable_prefix_reuse=False, a pool beside the target's never matches")
         for limit in ("max_seq_len", "max_batch_size"):
@@ -232,9 +247,11 @@ class SchedulerState:
         else:
             self.counted = self.pools
         self.waiting, self.running = list[ScheduledRequest](), list[ScheduledRequest]()
-        self.num_added, self.num_sequences, self.num_steps, self.num_preemptions, self.num_paused = 0, 0, 0, 0, 0
+        self.num_added, self.num_steps, self.num_preemptions, self.num_paused = 0, 0, 0, 0
+        self.num_sequences = max(m.first_unused_id() for m in self.managers)
         self._why: tuple[ScheduledRequest, str, Shortage | None] | None = None  # why the first in the queue waits
-        self._paused, self._ids = list[ScheduledRequest](), set[int]()
+        self._paused, self._unfed, self._ids = list[ScheduledRequest](), list[ScheduledRequest](), set[int]()
+        self._num_planned, self._in_hook = 0, False
 
 # %% ../notebooks/06_scheduler.ipynb #5488dfe9
 class _Ranks(SchedulerState):
@@ -286,8 +303,9 @@ class _Room(_Ranks):
             needed = self._needed(request, pool)
             if self.window(pool) is not None:
                 promised = self.window_blocks(self.running, pool) if self.running else 0
-                if self.window_blocks([*self.running, request], pool) > pool.spec.num_blocks:
-                    return Shortage(pool, needed, pool.spec.num_blocks, promised)
+                together = self.window_blocks([*self.running, request], pool)
+                if together > pool.spec.num_blocks:
+                    return Shortage(pool, needed, pool.spec.num_blocks, promised, together)
                 continue
             available = pool.manager.num_available_blocks(pool.group)
             promised = self.promised_blocks(pool)
@@ -334,8 +352,13 @@ class _Arrivals(_Room):
                     f"the pool has {spec.num_blocks} ({pool.words}): give it more blocks, or ask for fewer tokens"
                 )
 
+    def _refuse_in_hook(self) -> None:
+        if self._in_hook:
+            raise RuntimeError("scheduler: on_begin and on_end can't add, abort or preempt requests; do it after the step")
+
     def add(self, request: ScheduledRequest) -> None:
         """Put a request into the queue, behind all that rank before it; `RefusedRequest` as `check`."""
+        self._refuse_in_hook()
         self.check(request)
         request.place, self.num_added = self.num_added, self.num_added + 1
         self._ids.add(request.request_id)
@@ -360,6 +383,15 @@ class _Admission(_Arrivals):
             self.running.append(self.waiting.pop(0))
             yield self.running[-1]
 
+    def _call(self, hook: Callable | None, *arguments) -> None:
+        """Call a hook, which may not change the queue under our hands."""
+        if hook is not None:
+            self._in_hook = True
+            try:
+                hook(*arguments)
+            finally:
+                self._in_hook = False
+
     def _begin(self, request: ScheduledRequest) -> None:
         """Give a request its known rows, in the manager and wherever `on_begin` keeps more."""
         start, prompt, is_new = None, self.hashed(request), request.cache_id is None
@@ -374,8 +406,7 @@ class _Admission(_Arrivals):
                 start = start or first
                 begun.append(manager)
             request.cache_id = cache_id
-            if self.on_begin is not None:
-                self.on_begin(request, start)
+            self._call(self.on_begin, request, start)
         except BaseException:  # it stays the first in the queue
             for manager in begun:
                 (manager.free_resources if is_new else manager.preempt)(cache_id)
@@ -437,7 +468,7 @@ class _Schedule(_Steps):
         With "max_utilization" the request of the lowest rank is preempted while those before it lack blocks; one that
         lacks them itself pauses. What an `on_begin` hook raises comes out; the queue is as before.
         """
-        preempted, self._paused = [], []
+        preempted, self._paused, self._num_planned = [], [], self.num_added
         if self.admission == "max_utilization" and self.running:
             preempted, self._paused = self._make_room()
         self.num_paused += len(self._paused)
@@ -446,6 +477,8 @@ class _Schedule(_Steps):
             self._why = (self.waiting[0], "preemption", None)
         plan = self._step_of([r for r in self.running if r not in self._paused] if self._paused else self.running)
         plan.admitted, plan.preempted, plan.paused = admitted, preempted, self._paused
+        fed = {id(r) for r in plan.requests + self._paused}
+        self._unfed = [r for r in self.running if id(r) not in fed]
         return plan
 
     def prepare(self, plan: StepPlan) -> None:
@@ -484,7 +517,15 @@ class _Settling(_Schedule):
         self._give_back(plan, self.managers)
 
     def settle(self, plan: StepPlan, kept: Sequence[int]) -> list[ScheduledRequest]:
-        """Commit how many of each request's rows are kept, decode first; end those that finished, and return them."""
+        """Commit how many of each request's rows are kept, decode first; end those that finished, and return them.
+
+        `kept` has one count a request of the plan: 0..K + 1 rows of a verify pass, all of a chunk. Raises: `ValueError`
+        for other counts; nothing is committed then.
+        """
+        most = [self.num_query_rows] * len(plan.decode) + [chunk for _, chunk in plan.prefill]
+        least = [0] * len(plan.decode) + most[len(plan.decode) :]
+        if len(kept) != len(most) or not all(low <= k <= high for low, k, high in zip(least, kept, most)):
+            raise ValueError(f"kept: expected 0..{self.num_query_rows} a verify pass, then {most[len(plan.decode):]}, got {kept!r:.80}")
         for manager in self.managers:
             manager.update_resources(
                 [(r.cache_id, r.tokens[self._stored(r, manager) : r.num_rows + k]) for r, k in zip(plan.requests, kept)]
@@ -493,20 +534,20 @@ class _Settling(_Schedule):
             request.num_rows += count
         self.num_steps += 1
         finished = [r for r in plan.requests if r.finish_reason]
-        for request in finished:
-            self._end(request)
+        self._end(finished)
         return finished
 
-    def _end(self, request: ScheduledRequest) -> None:
-        """Give back all that a request holds, running or not."""
-        is_running = request in self.running
-        (self.running if is_running else self.waiting).remove(request)
-        self._ids.remove(request.request_id)
-        if request.cache_id is not None:
-            for manager in self.managers:
-                manager.free_resources(request.cache_id)
-            if is_running and self.on_end is not None:
-                self.on_end(request)
+    def _end(self, requests: Sequence[ScheduledRequest]) -> None:
+        """Give back all that requests hold, running or not; the hook hears of it when all of it is done."""
+        ran = [r for r in requests if r in self.running]
+        for request in requests:
+            (self.running if request in ran else self.waiting).remove(request)
+            self._ids.remove(request.request_id)
+            if request.cache_id is not None:
+                for manager in self.managers:
+                    manager.free_resources(request.cache_id)
+        for request in ran:
+            self._call(self.on_end, request)
 
 # %% ../notebooks/06_scheduler.ipynb #11a5760d
 class _Endings(_Settling):
@@ -522,8 +563,9 @@ class _Endings(_Settling):
     def abort(self, request_id: int) -> ScheduledRequest:
         """End a request now, wherever it is; its blocks go back. `KeyError` for an id that isn't here."""
         request = self.find(request_id)
+        self._refuse_in_hook()
         request.finish_reason = "aborted"
-        self._end(request)
+        self._end([request])
         return request
 
     def preempt(self, request_id: int) -> ScheduledRequest:
@@ -534,14 +576,14 @@ class _Endings(_Settling):
         request = self.find(request_id)
         if request not in self.running:
             raise KeyError(f"request {request_id} is waiting; only a running one can be preempted")
+        self._refuse_in_hook()
         for manager in self.managers:
             manager.preempt(request.cache_id)
         self.running.remove(request)
-        if self.on_end is not None:
-            self.on_end(request)
         request.num_rows, request.prefill_len, request.prompt = 0, 0, None
         request.num_preemptions, self.num_preemptions = request.num_preemptions + 1, self.num_preemptions + 1
         insort(self.waiting, request, key=self.rank)
+        self._call(self.on_end, request)
         return request
 
 # %% ../notebooks/06_scheduler.ipynb #3f7fe5bb
@@ -549,26 +591,34 @@ class _Words(_Endings):
     """Why."""
 
     def why_waiting(self) -> list[Waiting]:
-        """Why each request that isn't in the last planned step waits, the queue in its order, then paused ones."""
+        """Why each request that isn't in the last planned step waits: the queue in its order, then running ones.
+
+        Numbers are those of the moment at which that step was planned.
+        """
         reasons = []
         for i, request in enumerate(self.waiting):
             if i:
-                head = self.waiting[0].request_id
-                reasons.append(Waiting(request.request_id, "behind", f"request {head} is before it, {i} in all"))
+                words = f"behind request {self.waiting[0].request_id}, which is tried first; {i} are before it"
+                reasons.append(Waiting(request.request_id, "behind", words))
             else:
                 reasons.append(Waiting(request.request_id, *self._why_first()))
         for request in self._paused:
             words = "lacks a block that only requests of a better rank could give; keeps its rows"
             if request in self.running:
                 reasons.append(Waiting(request.request_id, "paused", words))
+        for request in self._unfed:
+            if request in self.running:
+                words = f"the step's {self.max_step_tokens} rows went to verify passes and prompts of a better rank"
+                reasons.append(Waiting(request.request_id, "budget", words))
         return reasons
 
     def _why_first(self) -> tuple[str, str]:
         first, kind, shortage = self._why or (None, "new", None)
         if first is not self.waiting[0]:
-            kind, shortage = "new", None
+            kind, shortage = "new" if self.waiting[0].place >= self._num_planned else "next", None
         words = {
             "new": "came after the last step was planned", "failed": "its admission raised; it is tried again",
+            "next": "the one before it left after the last step was planned",
             "slots": f"all {self.max_batch_size} slots run",
             "preemption": "this step preempted a request; nobody is admitted in it",
         }

@@ -643,13 +643,14 @@ class Table(str):
     """Aligned text, and a table where a notebook shows it as a cell's value."""
 
     cells: list[list[str]]
+    left: list[bool]  # columns of words
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_markdown_(self) -> str:
         line = lambda cells: "| " + " | ".join(cells) + " |"
-        rule = ["---"] + ["---:"] * (len(self.cells[0]) - 1)
+        rule = ["---" if is_left else "---:" for is_left in self.left]
         return "\n".join(line(cells) for cells in (self.cells[0], rule, *self.cells[1:]))
 
 
@@ -667,6 +668,7 @@ def table(rows: Sequence[dict]) -> Table:
         [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))]
     ).rstrip() for line in cells))
     text.cells = cells
+    text.left = [any(str(row[name])[:1].isalpha() for row in rows) for name in rows[0]]
     return text
 
 # %% ../notebooks/06e_simulator.ipynb #ffab7100

@@ -877,3 +877,119 @@ def test_a_plan_is_settled_after_it_was_prepared():
     plan = s.schedule()
     with pytest.raises((ValueError, RequestError)):
         finish_step(s, plan)
+
+
+def test_a_running_request_that_gets_no_prompt_rows_is_named():
+    """Three prompts share a budget that one of them takes."""
+    s = make_scheduler()
+    for i in range(3):
+        s.add(request(i, 40, 4))
+    plan = s.schedule()
+    assert ids(r for r, _ in plan.prefill) == [0] and ids(s.running) == [0, 1, 2]
+    assert reasons(s) == [(1, "budget"), (2, "budget")]
+
+
+def test_who_waits_behind_one_that_left_is_not_called_new():
+    s = make_scheduler(make_manager(max_batch_size=1))
+    for i in range(3):
+        s.add(request(i))
+    run_step(s)
+    s.abort(1)
+    assert reasons(s) == [(2, "next")]
+    s.abort(2)
+    s.add(request(3))
+    assert reasons(s) == [(3, "new")]
+
+
+@pytest.mark.parametrize("moment", ["preempt", "abort", "settle"])
+def test_an_on_end_that_raises_loses_nothing(moment):
+    """The queue, the managers and the ids are as after the call; the hook's error comes out."""
+    def fail(_):
+        raise OSError("no")
+
+    s = make_scheduler(on_end=fail)
+    for i in range(2):
+        s.add(request(i, new=1 if moment == "settle" else 8))
+    plan = s.schedule()
+    s.prepare(plan)
+    with pytest.raises(OSError):
+        finish_step(s, plan)
+        s.preempt(0) if moment == "preempt" else s.abort(0)
+    s.on_end = None
+    if moment == "preempt":
+        assert ids(s.waiting) == [0] and ids(s.running) == [1]
+    else:
+        assert not s.waiting and ids(s.running) == ([1] if moment == "abort" else [])
+    run(s)
+    assert is_clean(s)
+
+
+@pytest.mark.parametrize("call", ["add", "abort", "preempt"])
+def test_a_hook_cannot_change_the_queue_under_the_scheduler(call):
+    s = make_scheduler()
+    acts = {"add": lambda: s.add(request(9, priority=9)), "abort": lambda: s.abort(1), "preempt": lambda: s.preempt(0)}
+    s.add(request(0))
+    run_step(s)
+    s.add(request(1))
+    s.on_begin = lambda *_: acts[call]()
+    with pytest.raises(RuntimeError, match="on_begin and on_end can't"):
+        s.schedule()
+    s.on_begin = None
+    assert ids(s.running) == [0] and ids(s.waiting) == [1]
+    run(s)
+    assert is_clean(s)
+
+
+def test_a_scheduler_over_a_manager_that_was_used_goes_on_with_new_ids():
+    manager = make_manager()
+    for number in range(2):
+        s = make_scheduler(manager)
+        s.add(request(number))
+        run(s)
+    manager.add_sequence(50, [1])
+    manager.free_resources(50)
+    s = make_scheduler(manager)
+    s.add(request(7))
+    run(s)
+    assert is_clean(s)
+
+
+def test_managers_that_do_not_belong_together_are_refused():
+    manager, own = make_manager(draft=()), make_manager(draft=(), tokens_per_block=16, enable_prefix_reuse=False)
+    with pytest.raises(ValueError, match="draft_manager: expected another manager with tokens_per_block 8, got 16"):
+        make_scheduler(manager, draft_manager=own)
+    with pytest.raises(ValueError, match="draft_manager: expected another manager"):
+        make_scheduler(own, draft_manager=own)
+
+
+@pytest.mark.parametrize("kept", [[], [9, 8], [0, 7], [-1, 8], [1, 8, 8]])
+def test_counts_that_do_not_belong_to_a_plan_commit_nothing(kept):
+    s = make_scheduler()
+    s.add(request(0))
+    run_step(s)
+    s.add(request(1))
+    plan = s.schedule()
+    s.prepare(plan)
+    before = dumps(s)
+    with pytest.raises(ValueError, match="kept: expected 0..3 a verify pass"):
+        s.settle(plan, kept)
+    assert dumps(s) == before
+    s.rollback(plan)
+    run(s)
+    assert is_clean(s)
+
+
+@pytest.mark.parametrize("bad", ["x", None, ("request_id", [1]), ("reuse_prefix", None), ("reuse_prefix", "no")])
+def test_nonsense_is_refused_when_it_comes(bad):
+    """Pitfall 32: it never becomes the first in the queue."""
+    s = make_scheduler()
+    if isinstance(bad, tuple):
+        broken = request(1)
+        setattr(broken, *bad)
+    with pytest.raises(RefusedRequest, match=bad[0] if isinstance(bad, tuple) else "request: expected a ScheduledRequest"):
+        s.add(broken if isinstance(bad, tuple) else bad)
+    with pytest.raises(RefusedRequest, match="max_new_tokens: expected an int >= 71, got 5"):
+        s.add(ScheduledRequest(2, list(range(80)), 10, 5))
+    s.add(request(3))
+    run(s)
+    assert is_clean(s)

@@ -330,8 +330,9 @@ class Workload:
     def check_reasons(self, plan) -> None:
         """Promise 11: each once, with a reason that is true."""
         s, reasons = self.scheduler, self.scheduler.why_waiting()
-        assert [w.request_id for w in reasons] == [r.request_id for r in [*s.waiting, *plan.paused]]
-        assert all(w.reason == "paused" for w in reasons[len(s.waiting) :])
+        unfed = [r for r in s.running if r not in plan.requests and r not in plan.paused]
+        assert [w.request_id for w in reasons] == [r.request_id for r in [*s.waiting, *plan.paused, *unfed]]
+        assert [w.reason for w in reasons[len(s.waiting) :]] == ["paused"] * len(plan.paused) + ["budget"] * len(unfed)
         for i, reason in enumerate(reasons[: len(s.waiting)]):
             self.seen[reason.reason] += 1
             assert (reason.reason == "behind") == (i > 0)
@@ -408,7 +409,11 @@ class Workload:
 
 
 def shortage_numbers(words: str) -> tuple[int, int, int]:
-    """(needed, available, promised) of a reason's words."""
+    """(needed, available, promised) of a reason's words; of a window, what all may hold at once counts as needed."""
+    window = re.search(r"running requests' [\d,]+ that may be ([\d,]+) at once, of ([\d,]+)$", words)
+    if window:
+        together, available = (int(n.replace(",", "")) for n in window.groups())
+        return together, available, 0
     numbers = re.search(r"needs ([\d,]+) blocks .*; ([\d,]+) of [\d,]+ are available, ([\d,]+) of them promised", words)
     return tuple(int(n.replace(",", "")) for n in numbers.groups())
 
