@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['DESIGN_CONTEXTS', 'ASSUMPTIONS', 'ISSUE_DESIGNS', 'TokenRuns', 'SimulatedRequest', 'simulated_request', 'StepRecord',
            'Simulation', 'Simulator', 'SimulationResult', 'Design', 'issue_pair', 'check_scenario', 'Scenario',
-           'assumptions', 'pool_bytes', 'draft_dtype', 'make_scheduler', 'step_costs', 'row_bytes', 'step_work',
-           'step_clock', 'scenario_workload', 'simulate', 'residence_s', 'planned_running', 'capacity_rows', 'Table',
-           'table', 'compare', 'result_rows', 'figure_timeline', 'figure_rates', 'steady_row']
+           'assumptions', 'CannotStart', 'pool_bytes', 'draft_dtype', 'make_scheduler', 'step_costs', 'row_bytes',
+           'step_work', 'step_clock', 'scenario_workload', 'simulate', 'residence_s', 'request_bytes',
+           'planned_running', 'capacity_rows', 'Table', 'table', 'compare', 'result_rows', 'figure_timeline',
+           'figure_designs', 'figure_rates', 'steady_row']
 
 # %% ../notebooks/06e_simulator.ipynb #db6224a8
 import random
@@ -16,17 +17,17 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from .checks import check_choice, check_int
+from .checks import check_choice, check_int, check_tokens_per_block
 from .manager import KVCacheManager, Mapping
 from dflash_paged.memory import (
     CATALOGUE,
     DTYPE_BYTES,
     GB,
-    CapacityPlan,
     Lengths,
     Machine,
     ModelPair,
     Serving,
+    blocks_held,
     bytes_per_token,
     plan_capacity,
     rows_stored,
@@ -35,7 +36,7 @@ from dflash_paged.memory import (
 )
 from .scheduler import ADMISSION_POLICIES, DraftPoolExhausted, RefusedRequest, ScheduledRequest, Scheduler, StepPlan, lookahead_tokens
 from .step_costs import GPUS, MODELS, StepCosts, StepWork
-from .workload import Acceptance, WorkloadRow, check_number, make_workload
+from .workload import TRACES, Acceptance, WorkloadRow, check_number, make_workload
 
 # %% ../notebooks/06e_simulator.ipynb #9e38fdbd
 class TokenRuns(Sequence):
@@ -93,11 +94,9 @@ class SimulatedRequest(ScheduledRequest):
 
 def simulated_request(number: int, row: WorkloadRow, acceptance: Acceptance, seed: int) -> SimulatedRequest:
     """The request of one workload row; what its passes gain depends on `seed` and its number alone."""
-    rng, own = random.Random(f"{seed} {number}"), row.owner
-    first_own = 1_000_000 if own is None else 1
-    tokens = TokenRuns(
-        1_000_000_000 + (row.prefix or 0), row.prefix_tokens, first_own + (number if own is None else own), row.prompt_tokens
-    )
+    rng = random.Random(f"{seed} {number}")
+    own = 3 * number if row.owner is None else 3 * row.owner + 1  # and prefixes 3 n + 2: none is another
+    tokens = TokenRuns(3 * (row.prefix or 0) + 2, row.prefix_tokens, own, row.prompt_tokens)
     cap = row.max_new_tokens or row.output_tokens
     return SimulatedRequest(
         number, tokens, row.prompt_tokens, cap, priority=row.priority, row=row, output_tokens=row.output_tokens,
@@ -142,6 +141,7 @@ class Simulation:
         self.ended: list[SimulatedRequest] = []
         self.refused: list[tuple[SimulatedRequest, str]] = []
         self.failure: str | None = None  # the step that no manager could prepare
+        self._gains: dict[int, tuple] = {}  # of requests, with all draft rows and without
         scheduler.on_begin = self._begin
 
     def _begin(self, request: SimulatedRequest, start) -> None:
@@ -149,9 +149,13 @@ class Simulation:
             request.admitted_s, request.num_reused = self.now, start.num_reused_tokens
         has_own = self.scheduler.draft_manager is None and any(p.spec.has_draft for p in self.scheduler.pools)
         request.ctx_start = start.ctx_start if has_own else start.num_reused_tokens
-        if request.ctx_start and self.missing is not None:
-            rng = random.Random(f"{self.seed} {request.request_id} missing")
-            request.gain = lambda: self.missing.draw(rng)
+        if self.missing is not None:
+            whole, lacking = self._gains.setdefault(request.request_id, (request.gain, self._lacking(request)))
+            request.gain = lacking if request.ctx_start else whole
+
+    def _lacking(self, request: SimulatedRequest) -> Callable[[], int]:
+        rng = random.Random(f"{self.seed} {request.request_id} missing")
+        return lambda: self.missing.draw(rng)
 
     def _arrive(self) -> None:
         """Queue what has arrived by now; what can never fit is refused by itself."""
@@ -209,12 +213,14 @@ class _Steps(Simulation):
 class _Clock(_Steps):
     """Time that passes."""
 
-    def step(self) -> StepPlan:
-        """Run one step at `now`, or jump to the next arrival where nothing can run."""
+    def step(self, until_s: float | None = None) -> StepPlan:
+        """Run one step at `now`, or jump to the next arrival, at most to `until_s`, where nothing can run."""
         self._arrive()
         plan = self.scheduler.schedule()
         if not plan.requests:
-            self.now = self.requests[self.num_arrived].row.arrival_s if self.num_arrived < len(self.requests) else self.now
+            if self.num_arrived < len(self.requests):
+                arrival = self.requests[self.num_arrived].row.arrival_s
+                self.now = arrival if until_s is None else max(self.now, min(arrival, until_s))
             return plan
         self.scheduler.prepare(plan)
         seconds = self.step_s(plan)
@@ -231,7 +237,7 @@ class Simulator(_Clock):
     @property
     def is_done(self) -> bool:
         """Whether every request has ended or was refused."""
-        return len(self.ended) + len(self.refused) == len(self.requests)
+        return self.num_arrived == len(self.requests) and not (self.scheduler.waiting or self.scheduler.running)
 
     def run(self, progress: bool = False, until_s: float | None = None) -> "SimulationResult":
         """Run to the end, to `until_s` seconds of its clock, or to a step that finds no blocks; see `failure`."""
@@ -242,13 +248,11 @@ class Simulator(_Clock):
             task = bar.add_task("requests", total=len(self.requests))
             while not self.is_done and (until_s is None or self.now < until_s):
                 try:
-                    plan = self.step()
+                    plan = self.step(until_s)
                 except DraftPoolExhausted as error:
                     self.failure = str(error)
                     break
-                if not plan.requests and self.num_arrived == len(self.requests) and not self.is_done:
-                    if not self.scheduler.waiting:
-                        continue
+                if not plan.requests and self.scheduler.waiting:
                     raise RuntimeError(f"nothing runs, and {self.scheduler.why_waiting()[0].words}")
                 if progress:
                     bar.update(task, completed=len(self.ended) + len(self.refused))
@@ -262,17 +266,22 @@ class _Moments:
         self.requests, self.refused, self.failure = simulation.ended, simulation.refused, simulation.failure
         self.record, self.end_s, self.wall_s = simulation.record, simulation.now, wall_s
         self.pools, self.num_preemptions = simulation.scheduler.pools, simulation.scheduler.num_preemptions
+        self.num_arrived, self.all_requests = simulation.num_arrived, simulation.requests
         self.num_unserved = len(simulation.requests) - len(self.requests) - len(self.refused)
+        self.scheduler = simulation.scheduler  # as it was at the end: `why_waiting` tells of a run that was stopped
 
-    def over_time(self, column: Sequence[float], start_s: float = 0.0, stop_s: float | None = None) -> float:
-        """Mean of a step column over time between two moments."""
+    def over_time(
+        self, column: Sequence[float], start_s: float = 0.0, stop_s: float | None = None, only: Sequence | None = None
+    ) -> float:
+        """Mean of a step column over time between two moments, 0 where nothing ran; `only`: over steps where that isn't 0."""
         stop = self.end_s if stop_s is None else stop_s
         weighted = total = 0.0
-        for begin, seconds, value in zip(self.record.start_s, self.record.step_s, column):
+        for i, (begin, seconds) in enumerate(zip(self.record.start_s, self.record.step_s)):
             share = min(begin + seconds, stop) - max(begin, start_s)
-            if share > 0:
-                weighted, total = weighted + share * value, total + share
-        return weighted / total if total else float("nan")
+            if share > 0 and (only is None or only[i]):
+                weighted, total = weighted + share * column[i], total + share
+        whole = total if only is not None else stop - start_s
+        return weighted / whole if whole > 0 else float("nan")
 
     def busy_window(self) -> tuple[float, float]:
         """From the first to the last moment at which a request waits, its first and last tenth cut off: the steady state."""
@@ -286,17 +295,28 @@ class _Moments:
         """Share of a pool's blocks that requests hold, over time."""
         return self.over_time(self.record.used[pool], start_s, stop_s) / self.pools[pool].spec.num_blocks
 
-    def counted(self, start_s: float = 0.0, stop_s: float | None = None, pool: int = 0) -> float:
-        """Share of a pool's blocks that are held or promised, over time: what admission sees."""
+    def counted(self, while_waiting: bool = False, pool: int = 0) -> float:
+        """Share of a full group's blocks that are held or promised, over time: what admission sees. NaN if nobody waits."""
         blocks = [a + b for a, b in zip(self.record.used[pool], self.record.promised[pool])]
-        return self.over_time(blocks, start_s, stop_s) / self.pools[pool].spec.num_blocks
+        only = self.record.waiting if while_waiting else None
+        return self.over_time(blocks, only=only) / self.pools[pool].spec.num_blocks
 
     def quantile(self, name: str, share: float) -> float:
-        """A quantile over the requests of "queue_s", "first_token_s" or "total_s", from arrival on."""
+        """A quantile over the requests that arrived of "queue_s", "first_token_s" or "total_s", seconds from arrival on.
+
+        What hasn't come by the end of a run that was stopped counts as long as it has lasted.
+        """
         field = {"queue_s": "admitted_s", "first_token_s": "first_token_s", "total_s": "ended_s"}[
             check_choice("name", name, ("queue_s", "first_token_s", "total_s"))
         ]
-        values = sorted(getattr(r, field) - r.row.arrival_s for r in self.requests)
+        check_number("share", share, 0, 1)
+        refused = {id(request) for request, _ in self.refused}
+        values = []
+        for r in self.all_requests[: self.num_arrived]:
+            if id(r) not in refused and r.finish_reason != "aborted":
+                moment = getattr(r, field)
+                values.append((moment if moment >= 0 else self.end_s) - r.row.arrival_s)
+        values.sort()
         return values[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
 
 # %% ../notebooks/06e_simulator.ipynb #a95845c2
@@ -304,9 +324,9 @@ class SimulationResult(_Moments):
     """A finished run: its requests, its steps, and their summary."""
 
     def summary(self) -> dict:
-        """What a design did to this workload."""
-        tokens = sum(r.num_new_tokens for r in self.requests)
-        passes = sum(r.num_passes for r in self.requests)
+        """What a design did to this workload: counts, tokens a second, means over time, seconds, shares."""
+        begun = [r for r in self.all_requests[: self.num_arrived] if r.num_new_tokens]
+        tokens, passes = sum(r.num_new_tokens for r in begun), sum(r.num_passes for r in begun)
         return {
             "requests": len(self.requests), "refused": len(self.refused), "unserved": self.num_unserved,
             "seconds": self.end_s, "tokens_per_s": tokens / self.end_s if self.end_s else 0.0,
@@ -314,8 +334,8 @@ class SimulationResult(_Moments):
             "mean_waiting": self.over_time(self.record.waiting),
             "queue_p50_s": self.quantile("queue_s", 0.5), "queue_p99_s": self.quantile("queue_s", 0.99),
             "first_token_p50_s": self.quantile("first_token_s", 0.5), "utilisation": self.utilisation(),
-            "preemptions": self.num_preemptions, "acceptance": (tokens - len(self.requests)) / passes if passes else float("nan"),
-            "prefilled": sum(r.num_prefilled for r in self.requests), "reused": sum(r.num_reused for r in self.requests),
+            "preemptions": self.num_preemptions, "acceptance": (tokens - len(begun)) / passes if passes else float("nan"),
+            "prefilled": sum(r.num_prefilled for r in begun), "reused": sum(r.num_reused for r in begun),
             "failure": self.failure or "",
         }
 
@@ -338,6 +358,8 @@ class Design:
         check_choice("kv_dtype", self.kv_dtype, tuple(DTYPE_BYTES))
         check_choice("draft_kv_dtype", self.draft_kv_dtype, ("inherit", *DTYPE_BYTES))
         check_choice("admission", self.admission, ADMISSION_POLICIES)
+        if self.context == "dense" and self.draft_kv_dtype != "inherit":
+            raise ValueError(f"draft_kv_dtype: the dense buffer keeps the drafter's own, expected 'inherit', got {self.draft_kv_dtype!r}")
         if self.max_batch_size is not None:
             check_int("max_batch_size", self.max_batch_size, 1)
 
@@ -347,7 +369,8 @@ class Design:
         short = {"bfloat16": "bf16", "float8_e4m3fn": "fp8"}
         slots = f", {self.max_batch_size} slots" if self.max_batch_size else ""
         policy = "" if self.admission == "guaranteed_no_evict" else ", " + self.admission.replace("_", "-")
-        return f"{self.context} {short.get(self.kv_dtype, self.kv_dtype)}{slots}{policy}"
+        own = "" if self.draft_kv_dtype == "inherit" else f", draft {short.get(self.draft_kv_dtype, self.draft_kv_dtype)}"
+        return f"{self.context} {short.get(self.kv_dtype, self.kv_dtype)}{own}{slots}{policy}"
 
 # %% ../notebooks/06e_simulator.ipynb #a0594490
 def issue_pair() -> ModelPair:
@@ -359,6 +382,18 @@ def issue_pair() -> ModelPair:
 
 def check_scenario(scenario: "Scenario") -> None:
     """`ValueError` naming the field that is out of range."""
+    for name, kind in (("pair", ModelPair), ("machine", Machine)):
+        if not isinstance(getattr(scenario, name), kind):
+            raise ValueError(f"{name}: expected a {kind.__name__}, got {getattr(scenario, name)!r:.60}")
+    check_choice("trace", scenario.trace, tuple(TRACES))
+    if scenario.requests_per_s is not None:
+        check_number("requests_per_s", scenario.requests_per_s, 1e-9)
+    check_number("cv", scenario.cv, 0, 100)
+    check_number("time_scale", scenario.time_scale, 1e-6)
+    if scenario.max_new_tokens is not None:
+        check_int("max_new_tokens", scenario.max_new_tokens, 1)
+    check_int("seed", scenario.seed)
+    check_tokens_per_block(scenario.tokens_per_block)
     check_choice("gpu", scenario.gpu, tuple(GPUS))
     for name in ("target_work", "draft_work"):
         check_choice(name, getattr(scenario, name), tuple(MODELS))
@@ -377,9 +412,14 @@ def check_scenario(scenario: "Scenario") -> None:
 # %% ../notebooks/06e_simulator.ipynb #5ea57c62
 @dataclass(frozen=True)
 class Scenario:
-    """Everything that a run assumes; change a field with `dataclasses.replace`. The defaults are the issue's setting."""
+    """Everything that a run assumes; change a field with `dataclasses.replace`. The defaults are the issue's setting.
 
-    pair: ModelPair = field(default_factory=issue_pair)
+    Fields go together: another `pair` wants its own `target_work` and `draft_work` (keys of `step_costs.MODELS`, which
+    takes more), another `gpu` (a key of `step_costs.GPUS`) its own `machine.hbm_bytes`; ranks are `machine.tp_size`.
+    Raises `ValueError` naming the field.
+    """
+
+    pair: ModelPair = field(default_factory=issue_pair, repr=False)
     machine: Machine = Machine(180 * GB, tp_size=2, other_bytes=10 * GB)
     gpu: str = "B200"  # a key of GPUS: the one with 180 GB
     target_work: str = "MiniMax-M2.5-NVFP4"  # keys of MODELS
@@ -400,6 +440,7 @@ class Scenario:
     num_prefixes: int = 0
     prefix_tokens: int = 0
     host_us: float = 300.0
+    time_scale: float = 1.0  # every step takes so many times what it is guessed to take
     seed: int = 0
 
     def __post_init__(self):
@@ -425,7 +466,7 @@ ASSUMPTIONS = {
     "trace": "lengths, notebook 06c", "num_requests": "ours", "requests_per_s": "ours: near what paged bf16 can serve",
     "cv": "1: Poisson", "max_new_tokens": "ours; clients rarely know their output",
     "num_prefixes": "0: nothing shared", "prefix_tokens": "0: nothing shared",
-    "host_us": "ours: the part of the host's work that nothing hides", "seed": "any",
+    "host_us": "ours: the part of the host's work that nothing hides", "time_scale": "1: as guessed", "seed": "any",
 }
 
 
@@ -436,11 +477,23 @@ def assumptions(scenario: Scenario) -> list[dict]:
             return f"{value.hbm_bytes / GB:g} GB, TP {value.tp_size}, {value.other_bytes / GB:g} GB taken"
         return f"{value.target.name} + {value.draft.name}" if isinstance(value, ModelPair) else value
 
-    return [{"assumption": name, "value": short(getattr(scenario, name)), "from": text} for name, text in ASSUMPTIONS.items()]
+    gpu = GPUS[scenario.gpu]
+    built_in = [
+        ("peaks", f"{gpu.bytes_per_s / 1e12:g} TB/s, {gpu.bf16_flops / 1e15:g} PFLOP/s bf16, {gpu.fp4_flops / 1e15:g} fp4", gpu.source),
+        ("shares of the peaks", "MEASURED", "fitted to H200 records, notebook 06d; two ranks' all-reduce for any number"),
+        ("arrivals", "gamma gaps", "notebook 06c"), ("prompt and output", "independent", "correlation of the samples: notebook 06c"),
+        ("experts", "evenly spread", "ours"), ("overlap", "none", "ours: parts of a step are added"),
+    ]
+    rows = [{"assumption": name, "value": short(getattr(scenario, name)), "from": text} for name, text in ASSUMPTIONS.items()]
+    return rows + [{"assumption": name, "value": value, "from": text} for name, value, text in built_in]
 
 # %% ../notebooks/06e_simulator.ipynb #0f50d8e1
+class CannotStart(ValueError):
+    """A design leaves no room for pages."""
+
+
 def pool_bytes(scenario: Scenario, design: Design) -> int:
-    """Bytes of one rank that are left for pages, by the planner of notebook 01; `ValueError` if that is nothing."""
+    """Bytes of one rank that are left for pages, by the planner of notebook 01; `CannotStart` if that is nothing."""
     is_dense = design.context == "dense"
     serving = Serving(
         scenario.max_seq_len, design.max_batch_size or scenario.max_batch_size, scenario.num_draft_tokens,
@@ -449,7 +502,7 @@ def pool_bytes(scenario: Scenario, design: Design) -> int:
     )
     left = plan_capacity(scenario.machine, scenario.pair, Lengths.constant(1), serving).pool_bytes
     if left <= 0:
-        raise ValueError(f"machine: expected room for pages beside {design.name}, {-left:,} bytes are missing: it cannot start")
+        raise CannotStart(f"machine: expected room for pages beside {design.name}, {-left:,} bytes are missing: it cannot start")
     return left
 
 
@@ -531,7 +584,7 @@ def step_work(plan: StepPlan, num_query_rows: int, target_rows: dict, draft_rows
 def step_clock(scenario: Scenario, design: Design) -> Callable[[StepPlan], float]:
     """Seconds of a planned step of this design."""
     costs, sizes = step_costs(scenario, design), row_bytes(scenario, design)
-    return lambda plan: costs.step_s(step_work(plan, scenario.num_draft_tokens + 1, *sizes))
+    return lambda plan: scenario.time_scale * costs.step_s(step_work(plan, scenario.num_draft_tokens + 1, *sizes))
 
 # %% ../notebooks/06e_simulator.ipynb #bb5c7aef
 def scenario_workload(scenario: Scenario) -> list[WorkloadRow]:
@@ -548,6 +601,8 @@ def simulate(
     until_s: float | None = None,
 ) -> SimulationResult:
     """Serve a scenario's workload, or `rows`, with a design; the same for the same arguments. `ValueError` if it can't start."""
+    if not isinstance(design, Design):
+        raise ValueError(f"design: expected a Design, got {design!r:.60}")
     rows = scenario_workload(scenario) if rows is None else sorted(rows, key=lambda row: row.arrival_s)
     missing = None if scenario.missing_acceptance_length is None else scenario.acceptance(missing=True)
     shares = any(row.prefix_tokens or row.owner is not None for row in rows)
@@ -559,8 +614,10 @@ def simulate(
     return simulator.run(progress, until_s)
 
 # %% ../notebooks/06e_simulator.ipynb #4f0b9d18
-def residence_s(scenario: Scenario, design: Design, rows: Sequence[WorkloadRow], running: int) -> list[tuple[float, float]]:
-    """About how long each request prefills and decodes, seconds, while `running` requests run.
+def residence_s(
+    scenario: Scenario, design: Design, rows: Sequence[WorkloadRow], running: float
+) -> tuple[list[tuple[float, float]], float]:
+    """About how long each request prefills and decodes, seconds, while `running` run; and the share of time with prompts.
 
     If prompts come faster than steps can run them, a request waits for its turn among those that prefill: by Little's
     law as long as it takes that all running ones leave at the rate of the prompts.
@@ -571,16 +628,17 @@ def residence_s(scenario: Scenario, design: Design, rows: Sequence[WorkloadRow],
     mean_passes, decoding = sum(passes) / len(passes), float(running)
     for _ in range(8):  # those that decode leave room for prompts, which decides how many decode
         chunk = max(1.0, scenario.max_step_tokens - decoding * q)
-        decoding = min(running, mean_passes * chunk / mean_prompt)
+        decoding = max(1e-9, min(running, mean_passes * chunk / mean_prompt))
     wait = max(0.0, running * mean_prompt / chunk - mean_passes - max(1.0, mean_prompt / chunk))  # steps
-    busy = min(1.0, mean_prompt / chunk / (mean_passes / decoding))  # share of steps that run a whole chunk
+    busy = min(1.0, mean_prompt / chunk * decoding / max(mean_passes, 1e-9))  # share of steps that run a whole chunk
     read, seconds = [decoding * mean_prompt * sum(size.values()) for size in sizes], []
     for prompt_rows in (0, int(chunk)):
         verify = int(decoding * q)
         work = StepWork(verify + prompt_rows, verify, int(decoding), *read, prompt_rows * mean_prompt / 2, prompt_rows)
         seconds.append(costs.step_s(work))
     mean_s = busy * seconds[1] + (1 - busy) * seconds[0]
-    return [(wait * seconds[1] + max(1.0, r.prompt_tokens / chunk) * seconds[1], p * mean_s) for p, r in zip(passes, rows)]
+    spans = [(wait * seconds[1] + max(1.0, r.prompt_tokens / chunk) * seconds[1], p * mean_s) for p, r in zip(passes, rows)]
+    return spans, busy * seconds[1] / mean_s
 
 # %% ../notebooks/06e_simulator.ipynb #921c711b
 def _lengths_at_a_moment(design: Design, rows: Sequence[WorkloadRow], spans: Sequence[tuple], most: int) -> Lengths:
@@ -601,20 +659,39 @@ def _lengths_at_a_moment(design: Design, rows: Sequence[WorkloadRow], spans: Seq
     return Lengths(tuple(lengths), "by time")
 
 # %% ../notebooks/06e_simulator.ipynb #2a6bd26c
-def planned_running(scenario: Scenario, design: Design, rows: Sequence[WorkloadRow]) -> CapacityPlan:
-    """The planner's answer for the moment at which a queue never runs dry: how many of `rows` run, and what they hold."""
-    is_dense = design.context == "dense"
-    serving = Serving(
-        scenario.max_seq_len, design.max_batch_size or scenario.max_batch_size, scenario.num_draft_tokens,
-        context="dense" if is_dense else "paged", tokens_per_block=scenario.tokens_per_block, kv_dtype=design.kv_dtype,
-        draft_kv_dtype="inherit" if is_dense else design.draft_kv_dtype,
+def request_bytes(scenario: Scenario, design: Design, num_tokens: int) -> int:
+    """Bytes of the pool that a request of this verified length holds in a step, on one rank."""
+    target, draft = row_bytes(scenario, design)
+    return scenario.tokens_per_block * sum(
+        size * blocks_held(
+            num_tokens, tokens_per_block=scenario.tokens_per_block, num_lookahead_tokens=scenario.num_draft_tokens + 1,
+            max_seq_len=scenario.max_seq_len, sliding_window=window,
+        )
+        for rows in (target, {} if design.context == "dense" else draft) for window, size in rows.items()
     )
-    running = 16
+
+
+def planned_running(scenario: Scenario, design: Design, rows: Sequence[WorkloadRow]) -> float:
+    """Requests that run on average while a queue never runs dry, in closed form; `ValueError` without rows.
+
+    What the planner of notebook 01 leaves for pages, less what lies free while the first of the queue waits for its
+    blocks, over what a running one holds. Free lies, at a release, the age of a renewal process of the requests' sizes:
+    E[b^2] / 2 E[b]; half of it right behind an admission (exact for exponential sizes), which is when prompts run.
+    """
+    if not rows:
+        raise ValueError("rows: expected at least one request, got none")
+    most, whole = scenario.max_seq_len, design.admission != "max_utilization"
+    slots, running = design.max_batch_size or scenario.max_batch_size, 16.0
+    asked = [
+        request_bytes(scenario, design, min(most, r.prompt_tokens + whole * (r.max_new_tokens or r.output_tokens))) for r in rows
+    ]
+    room, age = pool_bytes(scenario, design), sum(b * b for b in asked) / sum(asked) / 2
     for _ in range(4):
-        lengths = _lengths_at_a_moment(design, rows, residence_s(scenario, design, rows, running), scenario.max_seq_len)
-        plan = plan_capacity(scenario.machine, scenario.pair, lengths, serving)
-        running = max(1, plan.requests)
-    return plan
+        spans, prompts = residence_s(scenario, design, rows, running)
+        lengths = _lengths_at_a_moment(design, rows, spans, most)
+        held = sum(request_bytes(scenario, design, n) for n in lengths.values) / len(lengths.values)
+        running = max(1.0, min(slots, (room - age * (1 - prompts / 2)) / held))
+    return running
 
 # %% ../notebooks/06e_simulator.ipynb #af115f7a
 ISSUE_DESIGNS = (
@@ -624,17 +701,21 @@ ISSUE_DESIGNS = (
 
 
 def capacity_rows(scenario: Scenario, designs: Sequence[Design] = ISSUE_DESIGNS) -> list[dict]:
-    """What each design leaves for contexts on one rank, a dict each: bytes, bytes a token, tokens that fit."""
+    """What each design leaves for contexts on one rank, a dict each: GB, bytes a token, tokens of the full-attention pages."""
     rows = []
     for design in designs:
         target, draft = (sum(size.values()) for size in row_bytes(scenario, design))
-        left, is_dense = pool_bytes(scenario, design), design.context == "dense"
-        pool_token = target + (0 if is_dense else draft)
-        tokens = left // (pool_token * scenario.tokens_per_block) * scenario.tokens_per_block
-        whole = pool_bytes(scenario, replace(design, context="manager"))
+        is_dense = design.context == "dense"
+        whole = pool_bytes(scenario, replace(design, context="manager", draft_kv_dtype="inherit"))
+        try:
+            left, manager = pool_bytes(scenario, design), make_scheduler(scenario, design, False).manager
+            tokens = manager.groups[0].num_blocks * scenario.tokens_per_block
+        except CannotStart:
+            left, tokens = 0, "cannot start"
         rows.append({
-            "design": design.name, "dense buffer, GB": (whole - left) / GB, "pool, GB": left / GB, "target B/token": target,
-            "draft B/token": draft, "in the pool": pool_token, "tokens": tokens,
+            "design": design.name, "dense buffer, GB": (whole - left) / GB if left else f"over {whole / GB:.2f}",
+            "pool, GB": left / GB, "target B/token": target, "draft B/token": draft,
+            "in the pool": target + (0 if is_dense else draft), "tokens": tokens,
         })
     return rows
 
@@ -673,9 +754,14 @@ def table(rows: Sequence[dict]) -> Table:
 
 # %% ../notebooks/06e_simulator.ipynb #ffab7100
 def compare(scenario: Scenario, designs: Sequence[Design] = ISSUE_DESIGNS, progress: bool = False) -> dict[str, SimulationResult]:
-    """The same workload served by each design, by name."""
-    rows = scenario_workload(scenario)
-    return {design.name: simulate(scenario, design, rows, progress=progress) for design in designs}
+    """The same workload served by each design that can start, by name."""
+    rows, results = scenario_workload(scenario), {}
+    for design in designs:
+        try:
+            results[design.name] = simulate(scenario, design, rows, progress=progress)
+        except CannotStart:  # `capacity_rows` says so
+            continue
+    return results
 
 
 def result_rows(results: dict[str, SimulationResult]) -> list[dict]:
@@ -687,7 +773,8 @@ def result_rows(results: dict[str, SimulationResult]) -> list[dict]:
             "design": name, "tokens/s": round(s["tokens_per_s"]), "running": s["mean_running"], "most": s["max_running"],
             "waiting": s["mean_waiting"], "queue p50 s": s["queue_p50_s"], "p99 s": s["queue_p99_s"],
             "first token p50 s": s["first_token_p50_s"], "pool held": f"{s['utilisation']:.0%}",
-            "counted": f"{result.counted():.0%}", "preempted": s["preemptions"], "accepted": s["acceptance"],
+            "counted": f"{result.counted():.0%}", "while waiting": f"{result.counted(while_waiting=True):.0%}".replace("nan%", "-"),
+            "preempted": s["preemptions"], "accepted": s["acceptance"],
         })
     return rows
 
@@ -723,6 +810,31 @@ def figure_timeline(results: dict[str, SimulationResult], points: int = 240):
         axes[0][-1].legend(loc="upper right", fontsize=8, ncols=2)
     return fig
 
+# %% ../notebooks/06e_simulator.ipynb #ad2a67d7
+def figure_designs(results: dict[str, SimulationResult]):
+    """Requests running and waiting, time in the queue and the pool's use, a bar a design; a matplotlib figure."""
+    import matplotlib.pyplot as plt
+
+    from dflash_paged.nbtools import COLORS, figure_style
+
+    names, found = list(results), [result.summary() for result in results.values()]
+    parts = (
+        ("mean_running", "requests running, mean", 1), ("queue_p50_s", "median seconds in the queue", 1),
+        ("utilisation", "pool held, %", 100),
+    )
+    with plt.rc_context(figure_style()):
+        fig, axes = plt.subplots(1, 3, figsize=(8, 0.9 + 0.28 * len(names)), layout="constrained", sharey=True)
+        for ax, (name, label, factor) in zip(axes, parts):
+            values = [factor * s[name] for s in found]
+            colors = [COLORS["bad" if text.startswith("dense") else "target"] for text in names]
+            ax.barh(names, values, color=colors)
+            for y, value in enumerate(values):
+                ax.text(value, y, f" {value:,.1f}" if factor == 1 else f" {value:.0f}", va="center", fontsize=8.5)
+            ax.set(xlabel=label, xlim=(0, 1.3 * max(values) or 1))
+            ax.grid(axis="y", visible=False)
+        axes[0].invert_yaxis()
+    return fig
+
 # %% ../notebooks/06e_simulator.ipynb #882bad8c
 def figure_rates(scenario: Scenario, designs: Sequence[Design], rates: Sequence[float]):
     """Median time in the queue against the rate of arrival, a line a design; a matplotlib figure and its rows."""
@@ -747,14 +859,12 @@ def figure_rates(scenario: Scenario, designs: Sequence[Design], rates: Sequence[
     return fig, rows
 
 # %% ../notebooks/06e_simulator.ipynb #d0e19025
-def steady_row(trace: str, num_requests: int, admission: str, max_new_tokens: int | None) -> dict:
-    """A full house of 1,024 slots: requests that run on average, by the planner and by the simulator."""
-    scenario = Scenario(
-        trace=trace, num_requests=num_requests, requests_per_s=None, max_new_tokens=max_new_tokens, max_batch_size=1024,
-        max_step_tokens=16_384,
-    )
-    design, rows = Design("manager", admission=admission), scenario_workload(scenario)
-    plan, result = planned_running(scenario, design, rows), simulate(scenario, design, rows)
+def steady_row(scenario: Scenario, design: Design) -> dict:
+    """A full house, everything there at once: requests that run on average, by the closed form and by the simulator."""
+    scenario = replace(scenario, requests_per_s=None)
+    rows = scenario_workload(scenario)
+    planned, result = planned_running(scenario, design, rows), simulate(scenario, design, rows)
     running = result.over_time(result.record.running, *result.busy_window())
-    return {"trace": trace, "requests": num_requests, "policy": admission, "cap": max_new_tokens or "known",
-            "planner": plan.requests, "simulator": round(running, 1), "off": f"{running / plan.requests - 1:+.1%}"}
+    return {"trace": scenario.trace, "requests": len(rows), "design": design.name, "slots": scenario.max_batch_size,
+            "cap": scenario.max_new_tokens or "known", "planner": round(planned, 2), "simulator": round(running, 2),
+            "off": f"{running / planned - 1:+.1%}"}

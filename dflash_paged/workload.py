@@ -22,7 +22,7 @@ from pathlib import Path
 from .checks import check_choice, check_int
 from .scheduler import MAX_PRIORITY
 
-MAX_OWNER = 10**9 - 1
+MAX_OWNER = 700_000_000  # three kinds of token runs share 31 bits
 
 
 def check_number(name: str, value: object, low: float, high: float = math.inf) -> float:
