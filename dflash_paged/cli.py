@@ -32,10 +32,12 @@ from dflash_paged.evaluate import (
 from .memory import GB
 from .models import find_drafter, find_target, load_target_model
 from .scheduler import ADMISSION_POLICIES
-from .simulator import ISSUE_DESIGNS, Design, Scenario, capacity_rows, result_rows, scenario_workload, table
+from dflash_paged.simulator import (
+    ISSUE_DESIGNS, CannotStart, Design, Scenario, capacity_rows, result_rows, scenario_workload, table,
+)
 from .simulator import simulate as run_simulation
 from .target import PagedTarget
-from .workload import TRACES, WorkloadRow, read_trace
+from .workload import TRACES, TraceError, WorkloadRow, read_trace
 
 TOKENS_PER_BLOCK = 32
 MAX_TOKENS_OF_A_PROMPT = 2048
@@ -586,12 +588,27 @@ def calibrate(
     typer.echo(f"{path}: scales of {tuple(draft.kv_scales[0].shape)} layers and heads, from {len(encoded)} prompts")
 
 # %% ../notebooks/00_tour.ipynb #446eaaa0
+_OPTIONS = {  # a scenario's field -> its option
+    "num_draft_tokens": "--k", "requests_per_s": "--rate", "num_requests": "--requests", "max_batch_size": "--slots",
+    "acceptance_length": "--acceptance", "missing_acceptance_length": "--missing-acceptance", "num_prefixes": "--prefixes",
+    "prefix_tokens": "--prefix-tokens", "max_new_tokens": "--max-new-tokens", "gpu": "--gpu", "tp_size": "--tp", "seed": "--seed",
+}
+
+
 def _simulated_rows(trace: str, scenario: Scenario, skip_bad_rows: bool) -> list[WorkloadRow]:
-    """The requests of a named trace, or of a file."""
-    if Path(trace).suffix not in (".csv", ".jsonl"):
+    """The requests of a named trace, or of a file, with a word on what a file leaves unused."""
+    if Path(trace).suffix.lower() not in (".csv", ".jsonl"):
         check_choice("--trace", trace, (*TRACES, "a .csv or .jsonl file"))
-        return scenario_workload(replace(scenario, trace=trace))
-    return read_trace(trace, max_seq_len=scenario.max_seq_len, skip_bad_rows=skip_bad_rows)
+        return scenario_workload(scenario)
+    try:
+        rows = read_trace(trace, max_seq_len=scenario.max_seq_len)
+    except TraceError as error:
+        if not skip_bad_rows or not error.rows:
+            raise
+        typer.echo(f"left out: {len(error.bad)} rows; {error}", err=True)
+        rows = error.rows
+    typer.echo(f"{len(rows):,} requests of {Path(trace).name}; --requests, --rate, --max-new-tokens and --prefixes don't apply", err=True)
+    return rows
 
 
 def _simulated_designs(names: Sequence[str], admission: str) -> list[Design]:
@@ -601,39 +618,59 @@ def _simulated_designs(names: Sequence[str], admission: str) -> list[Design]:
     check_choice("--admission", admission, ADMISSION_POLICIES)
     return [replace(designs[name], admission=admission) for name in (names or designs)]
 
+
+def _run_designs(scenario: Scenario, designs: Sequence[Design], rows: Sequence[WorkloadRow]) -> dict:
+    from rich.console import Console
+
+    results = {}
+    for design in designs:
+        try:
+            results[design.name] = run_simulation(scenario, design, rows, progress=Console().is_terminal)
+        except CannotStart as error:
+            typer.echo(f"{design.name}: {error}", err=True)
+    return results
+
 # %% ../notebooks/00_tour.ipynb #d3d09ef7
 @app.command()
 def simulate(
-    trace: Annotated[str, typer.Option(help="A published trace by name, or a .csv or .jsonl file.")] = "mooncake-conversation-2025",
+    trace: Annotated[str, typer.Option(help="A published trace by name, or a .csv or .jsonl file with the columns arrival_s, prompt_tokens, output_tokens (Azure's and Mooncake's names do too).")] = "mooncake-conversation-2025",
     requests: Annotated[int, typer.Option(help="Requests to draw from a published trace.")] = 1_000,
     rate: Annotated[float, typer.Option(help="Arrivals a second, of a published trace.")] = 4.0,
     k: Annotated[int, typer.Option("--k", help="Draft tokens a step.")] = 4,
     slots: Annotated[int, typer.Option(help="Most requests at once.")] = 64,
     max_new_tokens: Annotated[int, typer.Option(help="The cap that clients send, with a published trace.")] = 2_048,
     acceptance: Annotated[float, typer.Option(help="Tokens a pass with 15 drafts, bonus included; cut to K.")] = 3.43,
-    memory: Annotated[int, typer.Option(help="Memory of a GPU, GB; two of them serve.")] = 180,
+    missing_acceptance: Annotated[float | None, typer.Option(help="The same where a prefix hit brought no draft rows (default: no difference).")] = None,
+    prefixes: Annotated[int, typer.Option(help="Prompts begin with one of so many prefixes.")] = 0,
+    prefix_tokens: Annotated[int, typer.Option(help="Tokens of a prefix, on top of the trace's prompt.")] = 20_000,
+    gpu: Annotated[str, typer.Option(help="Whose peaks: B200 or H200; memory is --memory.")] = "B200",
+    tp: Annotated[int, typer.Option(help="Ranks that share the model.")] = 2,
+    memory: Annotated[int, typer.Option(help="Memory of a GPU, GB.")] = 180,
     design: Annotated[list[str] | None, typer.Option(help="One of the table's designs; repeat for more (default: all).")] = None,
     admission: Annotated[str, typer.Option(help="guaranteed_no_evict, max_utilization or target_only.")] = "guaranteed_no_evict",
     seed: Annotated[int, typer.Option(help="Another seed, other lengths and arrivals.")] = 0,
     skip_bad_rows: Annotated[bool, typer.Option(help="Leave out what a file has wrong, instead of stopping.")] = False,
 ) -> None:
     """Serve a workload with the draft context in a dense buffer, a pool of its own, and the target's manager."""
-    from rich.console import Console
-
     try:
+        named = trace if trace in TRACES else Scenario().trace
+        machine = replace(Scenario().machine, hbm_bytes=check_int("--memory", memory, 1) * GB, tp_size=tp)
         scenario = Scenario(
-            machine=replace(Scenario().machine, hbm_bytes=check_int("--memory", memory, 1) * GB), requests_per_s=rate,
-            num_requests=requests, num_draft_tokens=k, max_batch_size=slots, max_new_tokens=max_new_tokens,
-            acceptance_length=acceptance, seed=seed,
+            machine=machine, requests_per_s=rate, num_requests=requests, num_draft_tokens=k, max_batch_size=slots,
+            max_new_tokens=max_new_tokens, acceptance_length=acceptance, missing_acceptance_length=missing_acceptance,
+            num_prefixes=prefixes, prefix_tokens=prefix_tokens, gpu=gpu, seed=seed, trace=named,
+            max_step_tokens=max(8_192, slots * (k + 1)),
         )
         rows, designs = _simulated_rows(trace, scenario, skip_bad_rows), _simulated_designs(design or [], admission)
         typer.echo(table(capacity_rows(scenario, designs)) + "\n")
-        results = {d.name: run_simulation(scenario, d, rows, progress=Console().is_terminal) for d in designs}
+        results = _run_designs(scenario, designs, rows)
     except (ValueError, OSError) as error:
-        typer.echo(f"dflash-paged: {error}", err=True)
+        field, colon, rest = str(error).partition(":")
+        typer.echo(f"dflash-paged: {_OPTIONS.get(field, field)}{colon}{rest}", err=True)
         raise typer.Exit(2) from None
-    typer.echo(table(result_rows(results)))
+    if results:
+        typer.echo(table(result_rows(results)))
     for name, result in results.items():
         if result.failure:
             typer.echo(f"{name}: stopped after {result.end_s:.1f} s: {result.failure}", err=True)
-    raise typer.Exit(1 if any(result.failure for result in results.values()) else 0)
+    raise typer.Exit(1 if not results or any(result.failure for result in results.values()) else 0)

@@ -127,7 +127,12 @@ class KnownTokens(list):
 
 
 def twin_scheduler(scheduler: Scheduler) -> Scheduler:
-    """A new scheduler with the same settings over a new manager of the same groups, without pages."""
+    """A new scheduler with the same settings over a new manager of the same groups, without pages.
+
+    `ValueError` for one with a draft manager of its own, which no engine has.
+    """
+    if scheduler.draft_manager is not None:
+        raise ValueError("scheduler: expected one whose manager holds all rows, this one has a draft_manager")
     manager = scheduler.manager
     target = [spec for i, spec in manager.layers.items() if i < manager.num_target_layers]
     draft = [spec for i, spec in manager.layers.items() if i >= manager.num_target_layers]

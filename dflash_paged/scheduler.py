@@ -35,12 +35,12 @@ def lookahead_rows(num_draft_tokens: int) -> list[dict]:
     """
     k = check_int("num_draft_tokens", num_draft_tokens)
     return [
-        {"system": "here", "name": "num_lookahead_tokens", "rows": lookahead_tokens(k), "when": "every step"},
+        {"system": "here", "name": "num_lookahead_tokens = K + 1", "rows": lookahead_tokens(k), "when": "every step"},
         {"system": "here, a step ahead", "name": "2 (K + 1)", "rows": lookahead_tokens(k, 1), "when": "every step"},
-        {"system": "vLLM", "name": "num_lookahead_tokens", "rows": k + 1, "when": "every step"},
-        {"system": "TensorRT-LLM", "name": "1 + draft length", "rows": k + 1, "when": "a generation step"},
-        {"system": "TensorRT-LLM", "name": "num_extra_kv_tokens, K - 1", "rows": k + max(0, k - 1), "when": "the first chunk"},
-        {"system": "TensorRT-LLM", "name": "added to max_seq_len", "rows": num_extra_kv_tokens(k), "when": "at start, once"},
+        {"system": "vLLM", "name": "num_lookahead_tokens = K + 1", "rows": k + 1, "when": "every step"},
+        {"system": "TensorRT-LLM", "name": "1 + draft length K", "rows": k + 1, "when": "a generation step"},
+        {"system": "TensorRT-LLM", "name": "draft length K + (K - 1) extra", "rows": k + max(0, k - 1), "when": "the first chunk"},
+        {"system": "TensorRT-LLM", "name": "num_extra_kv_tokens = 3K - 1", "rows": num_extra_kv_tokens(k), "when": "max_seq_len, once"},
     ]
 
 # %% ../notebooks/06_scheduler.ipynb #5bec7a0d
@@ -629,13 +629,14 @@ class Scheduler(_Words):
     """Continuous batching over the manager that holds target and draft rows: who runs, who waits, and why.
 
     A step is `schedule`, `prepare`, the model's work, then `settle` (or `rollback`). All decoding requests take part
-    with K + 1 rows each; the rest of `max_step_tokens` goes to prompts, in chunks, best rank first.
+    with K + 1 rows each (K is `num_draft_tokens`); the rest of `max_step_tokens` rows goes to prompts, in chunks, best rank
+    first. At most `max_batch_size` requests run (default: the manager's); `max_step_tokens` is at least that many times K + 1.
 
     `admission`: "guaranteed_no_evict" admits a request if every group can hold it to its end beside all that runs;
     "max_utilization" if every group can hold what it has now and a verify pass more, and preempts when output has grown
     too far; "target_only" as the first, but counting the groups of the target alone: the fault of TensorRT-LLM issue
     18660, to be looked at. Order: first come, first served; a priority p (0..MAX_PRIORITY) lets a request pass at most
-    p x `priority_places` earlier ones. Nobody passes one that doesn't fit. `draft_manager`: a pool of the draft's own,
+    p x `priority_places` earlier ones. Nobody passes one that doesn't fit, so each ends within a bound (notebook 06). `draft_manager`: a pool of the draft's own,
     without prefix reuse, counted jointly. `steps_ahead`: steps that the host plans before it knows what was accepted;
     the managers need K + 1 lookahead rows for each. `on_begin(request, start)` and `on_end(request)` are called where
     something outside the managers belongs to a running request. Raises `ValueError` naming the argument.

@@ -6,12 +6,13 @@
 __all__ = ['DESIGN_CONTEXTS', 'ASSUMPTIONS', 'ISSUE_DESIGNS', 'TokenRuns', 'SimulatedRequest', 'simulated_request', 'StepRecord',
            'Simulation', 'Simulator', 'SimulationResult', 'Design', 'issue_pair', 'check_scenario', 'Scenario',
            'assumptions', 'CannotStart', 'pool_bytes', 'draft_dtype', 'make_scheduler', 'step_costs', 'row_bytes',
-           'step_work', 'step_clock', 'scenario_workload', 'simulate', 'residence_s', 'request_bytes',
+           'step_work', 'step_clock', 'scenario_workload', 'simulate', 'residence_s', 'request_bytes', 'clipped_mean',
            'planned_running', 'capacity_rows', 'Table', 'table', 'compare', 'result_rows', 'figure_timeline',
            'figure_designs', 'figure_rates', 'steady_row']
 
 # %% ../notebooks/06e_simulator.ipynb #db6224a8
 import random
+import statistics
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -671,12 +672,21 @@ def request_bytes(scenario: Scenario, design: Design, num_tokens: int) -> int:
     )
 
 
+def clipped_mean(mean: float, deviation: float, most: float) -> float:
+    """Mean of the smaller of a normal variable and `most`."""
+    if deviation <= 0:
+        return min(mean, most)
+    d, normal = (most - mean) / deviation, statistics.NormalDist()
+    return mean * normal.cdf(d) + most * (1 - normal.cdf(d)) - deviation * normal.pdf(d)
+
+
 def planned_running(scenario: Scenario, design: Design, rows: Sequence[WorkloadRow]) -> float:
     """Requests that run on average while a queue never runs dry, in closed form; `ValueError` without rows.
 
     What the planner of notebook 01 leaves for pages, less what lies free while the first of the queue waits for its
     blocks, over what a running one holds. Free lies, at a release, the age of a renewal process of the requests' sizes:
-    E[b^2] / 2 E[b]; half of it right behind an admission (exact for exponential sizes), which is when prompts run.
+    E[b^2] / 2 E[b]; half of it right behind an admission (exact for exponential sizes), which is when prompts run. How
+    many fit varies with their sizes, about normally; slots cut it off.
     """
     if not rows:
         raise ValueError("rows: expected at least one request, got none")
@@ -689,8 +699,9 @@ def planned_running(scenario: Scenario, design: Design, rows: Sequence[WorkloadR
     for _ in range(4):
         spans, prompts = residence_s(scenario, design, rows, running)
         lengths = _lengths_at_a_moment(design, rows, spans, most)
-        held = sum(request_bytes(scenario, design, n) for n in lengths.values) / len(lengths.values)
-        running = max(1.0, min(slots, (room - age * (1 - prompts / 2)) / held))
+        held = [request_bytes(scenario, design, n) for n in lengths.values]
+        fit = (room - age * (1 - prompts / 2)) / statistics.fmean(held)
+        running = max(1.0, clipped_mean(fit, statistics.pstdev(held) / statistics.fmean(held) * max(fit, 1.0) ** 0.5, slots))
     return running
 
 # %% ../notebooks/06e_simulator.ipynb #af115f7a

@@ -182,7 +182,7 @@ def make_workload(
 ) -> list[WorkloadRow]:
     """Requests with a trace's lengths; the same for the same seed, whatever the design that serves them.
 
-    Prompt and output are drawn independently (their correlation in the samples is -0.1 to 0.1). `ValueError` names what is
+    Prompt and output are drawn independently (their correlation in the samples is -0.11 to 0.12). `ValueError` names what is
     out of range.
     """
     fit = trace if isinstance(trace, TraceFit) else TRACES[check_choice("trace", trace, tuple(TRACES))]
@@ -333,7 +333,7 @@ def _row(record: object) -> WorkloadRow:
 def _records(path: Path) -> Iterable[tuple[int, object]]:
     """(line number, record or the error of reading it) of a CSV or a file of JSON lines."""
     with path.open(encoding="utf-8-sig", newline="", errors="replace") as file:
-        if path.suffix == ".csv":
+        if path.suffix.lower() == ".csv":
             reader = csv.DictReader(file)
             while True:
                 try:
@@ -359,7 +359,7 @@ def read_trace(path: str | Path, *, max_seq_len: int | None = None, skip_bad_row
     without requests; `OSError` as `open`.
     """
     path = Path(path)
-    check_choice("path", path.suffix, (".csv", ".jsonl"))
+    check_choice("path", path.suffix.lower(), (".csv", ".jsonl"))
     if max_seq_len is not None:
         check_int("max_seq_len", max_seq_len, 2)
     rows, bad = [], []

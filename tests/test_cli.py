@@ -363,3 +363,48 @@ def test_batch_is_no_larger_than_the_prompts(tiny_cli, tmp_path):
     """A batch of a million requests allocates for the three that there are."""
     result = tiny_cli("demo", "--tokens", "2", "--batch-size", "1000000", "--figure", str(tmp_path / "f.svg"))
     assert result.exit_code == 0, result.output
+
+
+def run_simulate(*options):
+    """Exit code and output of `dflash-paged simulate` with 30 requests."""
+    result = run("simulate", "--requests", "30", *options)
+    return result.exit_code, result.output
+
+
+def test_simulate_prints_what_fits_and_what_happened():
+    code, out = run_simulate("--design", "dense bf16", "--design", "manager bf16")
+    assert code == 0 and "155,712" in out and "770,208" in out and out.count("manager bf16") == 2
+
+
+def test_simulate_runs_what_can_start_and_says_what_cannot():
+    code, out = run_simulate("--slots", "96", "--design", "dense bf16", "--design", "manager fp8")
+    assert code == 0 and "cannot start" in out and "bytes are missing" in out and out.count("manager fp8") == 2
+    assert run_simulate("--slots", "96", "--design", "dense bf16")[0] == 1
+
+
+def test_simulate_shows_the_failure_of_counting_the_target_alone():
+    """Pitfall 14 from the command line: shared prefixes, a pool of the draft's own."""
+    options = ("--prefixes", "8", "--design", "separate bf16", "--requests", "200", "--rate", "2")
+    code, out = run_simulate(*options, "--admission", "target_only")
+    assert code == 1 and "stopped after" in out and "draft rows don't fit" in out
+    assert run_simulate(*options)[0] == 0
+
+
+@pytest.mark.parametrize("options, words", [
+    (("--k", "8"), "--k: expected an int in 0..7"), (("--rate", "-1"), "--rate: expected a number"),
+    (("--trace", "nope"), "--trace: expected one of"), (("--trace", "nope.csv"), "nope.csv"), (("--design", "x"), "--design"),
+    (("--admission", "x"), "--admission"), (("--gpu", "x"), "--gpu"), (("--tp", "3"), "--tp"), (("--memory", "60"), ""),
+    (("--slots", "0"), "--slots"), (("--acceptance", "99"), "--acceptance"), (("--prefixes", "-1"), "--prefixes"),
+])
+def test_simulate_refuses_nonsense_in_one_line(options, words):
+    code, out = run_simulate(*options)
+    assert code == 2 and words in out and "Traceback" not in out
+
+
+def test_simulate_takes_a_file_and_names_its_bad_rows(tmp_path):
+    path = tmp_path / "mine.CSV"
+    path.write_text("arrival_s,prompt_tokens,output_tokens\n0,100,10\nx,1,1\n2,200,20\n", encoding="utf-8")
+    code, out = run_simulate("--trace", str(path))
+    assert code == 2 and "line 3: arrival_s" in out
+    code, out = run_simulate("--trace", str(path), "--skip-bad-rows", "--design", "manager bf16")
+    assert code == 0 and "left out: 1 rows" in out and "2 requests of mine.CSV" in out

@@ -270,7 +270,7 @@ def test_readme_numbers_of_the_scenario_are_the_recorded_ones():
         assert f"| {'; '.join(format(float(row[column]), form) for row in designs)} |" in text, column
     assert all(int(row["requests"]) == 10_000 and float(row["wall_s"]) < 60 for row in rows.values())
     off = [abs(float(r["simulator"]) / float(r["planner"]) - 1) for r in recorded("simulator_steady")]
-    assert max(off) < 0.03 and f"| {max(off):.1%} off (" in text and len(off) == 8
+    assert max(off) < 0.03 and f"| {max(off):.1%} off (" in text and len(off) == 10
 
 
 def test_readme_manager_example_runs():
