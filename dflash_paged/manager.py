@@ -1359,6 +1359,10 @@ class _Tables(_Resumption):
         group = 0 if layer_idx is None else self.layer_to_group[self._check_layer(layer_idx)]
         return [list(self._sequence(request_id).blocks[group]) for request_id in request_ids]
 
+# %% ../notebooks/05_manager.ipynb #3c879501
+class _TableRows(_Tables):
+    """The device's tables of a batch."""
+
     def table_rows(self, request_ids: Sequence[int | None]) -> list[int]:
         """Each request's row of `tables.device`, which stays while it lives; None gives the row that stays empty."""
         return [self.tables.padded_row if i is None else self._sequence(i).row for i in request_ids]
@@ -1372,8 +1376,8 @@ class _Tables(_Resumption):
         starts = [0 if i is None else self._sequence(i).ctx_start for i in request_ids]
         return self.tables.staging.send(np.array(starts, np.int32))
 
-# %% ../notebooks/05_manager.ipynb #3c879501
-class _Events(_Tables):
+# %% ../notebooks/05_manager.ipynb #0c5e71a3
+class _Events(_TableRows):
     """The prefix cache as a whole, and who hears of what happens."""
 
     def withhold_draft_rows(self) -> int:

@@ -392,6 +392,10 @@ class _Admission(_Arrivals):
             finally:
                 self._in_hook = False
 
+# %% ../notebooks/06_scheduler.ipynb #3f6033c8
+class _Beginning(_Admission):
+    """A request gets its place."""
+
     def _begin(self, request: ScheduledRequest) -> None:
         """Give a request its known rows, in the manager and wherever `on_begin` keeps more."""
         start, prompt, is_new = None, self.hashed(request), request.cache_id is None
@@ -416,7 +420,7 @@ class _Admission(_Arrivals):
         request.num_rows, request.prefill_len, request.prompt = start.num_reused_tokens, len(request.tokens), None
 
 # %% ../notebooks/06_scheduler.ipynb #1660b4e9
-class _Steps(_Admission):
+class _Steps(_Beginning):
     """Who takes part in the next step."""
 
     def _step_of(self, requests: Sequence[ScheduledRequest]) -> StepPlan:
@@ -537,6 +541,10 @@ class _Settling(_Schedule):
         self._end(finished)
         return finished
 
+# %% ../notebooks/06_scheduler.ipynb #11a5760d
+class _Leaving(_Settling):
+    """Requests that are done."""
+
     def _end(self, requests: Sequence[ScheduledRequest]) -> None:
         """Give back all that requests hold, running or not; the hook hears of it when all of it is done."""
         ran = [r for r in requests if r in self.running]
@@ -549,8 +557,8 @@ class _Settling(_Schedule):
         for request in ran:
             self._call(self.on_end, request)
 
-# %% ../notebooks/06_scheduler.ipynb #11a5760d
-class _Endings(_Settling):
+# %% ../notebooks/06_scheduler.ipynb #afbcc70e
+class _Endings(_Leaving):
     """Requests that leave before their time."""
 
     def find(self, request_id: int) -> ScheduledRequest:

@@ -158,6 +158,10 @@ class Simulation:
         rng = random.Random(f"{self.seed} {request.request_id} missing")
         return lambda: self.missing.draw(rng)
 
+# %% ../notebooks/06e_simulator.ipynb #c23a8ea3
+class _Queue(Simulation):
+    """Requests that come."""
+
     def _arrive(self) -> None:
         """Queue what has arrived by now; what can never fit is refused by itself."""
         while self.num_arrived < len(self.requests):
@@ -170,8 +174,8 @@ class Simulation:
             except RefusedRequest as error:
                 self.refused.append((request, str(error)))
 
-# %% ../notebooks/06e_simulator.ipynb #c23a8ea3
-class _Steps(Simulation):
+# %% ../notebooks/06e_simulator.ipynb #65913921
+class _Steps(_Queue):
     """One step."""
 
     def _advance(self, plan: StepPlan, end: float) -> list[int]:
@@ -296,6 +300,10 @@ class _Moments:
         """Share of a pool's blocks that requests hold, over time."""
         return self.over_time(self.record.used[pool], start_s, stop_s) / self.pools[pool].spec.num_blocks
 
+# %% ../notebooks/06e_simulator.ipynb #a95845c2
+class _Shares(_Moments):
+    """Blocks over time and times over requests."""
+
     def counted(self, while_waiting: bool = False, pool: int = 0) -> float:
         """Share of a full group's blocks that are held or promised, over time: what admission sees. NaN if nobody waits."""
         blocks = [a + b for a, b in zip(self.record.used[pool], self.record.promised[pool])]
@@ -320,8 +328,8 @@ class _Moments:
         values.sort()
         return values[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
 
-# %% ../notebooks/06e_simulator.ipynb #a95845c2
-class SimulationResult(_Moments):
+# %% ../notebooks/06e_simulator.ipynb #843d597e
+class SimulationResult(_Shares):
     """A finished run: its requests, its steps, and their summary."""
 
     def summary(self) -> dict:
