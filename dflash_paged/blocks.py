@@ -169,6 +169,14 @@ class PrefixNode:
         self.alive = True  # False once it has left the tree
         self.mark = None  # the stream's mark behind which its rows are stored, None once it has passed
 
+    @property
+    def depth(self) -> int:
+        """How many blocks lead to it."""
+        count, node = 0, self.parent
+        while node.parent is not None:
+            count, node = count + 1, node.parent
+        return count
+
 
 def _tokens_of(node: PrefixNode) -> bytes:
     return node.tokens

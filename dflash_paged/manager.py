@@ -899,7 +899,10 @@ class _Copies(_OwnCopies):
         while self._copied:
             wait_for(self._copied[0][0], self.device)
             for group, block in self._copied.popleft()[1]:
+                node = self._ledger.pools[group].node_of_block[block]
                 self._ledger.drop(group, [block])
+                if group == 0 and node is not None and self._ledger.has_anchor and node.pins:
+                    self._reclaim(node.depth, node)
 
 # %% ../notebooks/05_manager.ipynb #9f4ea271
 class _Prices(_Copies):
@@ -1276,7 +1279,7 @@ class _Endings(_Forking):
                     self._reclaim(index, node)
 
     def _reclaim(self, index: int, node: PrefixNode) -> None:
-        """Nobody holds a block that others build on: the node moves onto the own copy that one of them has."""
+        """Where nobody holds a block that others build on, its node moves onto the own copy that one of them has."""
         if not node.alive or self._ledger.pools[0].ref_counts[node.blocks[0]]:
             return
         for seq in self._sequences.values():

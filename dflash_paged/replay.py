@@ -170,7 +170,7 @@ def replay_trace(trace: EngineTrace, scheduler: Scheduler) -> list[TraceStep]:
     simulator, tap, step = Simulator(scheduler, requests, lambda plan: 1.0), StepTap(scheduler), 0
     while simulator.num_arrived < len(requests) or scheduler.waiting or scheduler.running:
         simulator.now = float(step)
-        simulator._arrive()
+        simulator.arrive()
         act(scheduler, step, trace.events)
         simulator.step()
         step += 1

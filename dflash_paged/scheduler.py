@@ -450,17 +450,16 @@ class _Steps(_Beginning):
 
     def _make_room(self) -> tuple[list[ScheduledRequest], list[ScheduledRequest]]:
         """(preempted, paused) such that all others that run can take their next step, best rank first."""
-        preempted, paused, active = [], [], list(self.running)
-        if not self._fits(active):
-            active.sort(key=self.rank)
-        while active and not self._fits(active):
+        if self._fits(self.running):
+            return [], []
+        preempted, active = [], sorted(self.running, key=self.rank)
+        while not self._fits(active):
             last = active.pop()
             if self._fits(active):  # the others do without its blocks: it keeps its rows and waits
-                paused.append(last)
-                break
+                return preempted, [last]
             self.preempt(last.request_id)
             preempted.append(last)
-        return preempted, paused
+        return preempted, []
 
 # %% ../notebooks/06_scheduler.ipynb #90ffff0b
 class _Schedule(_Steps):
@@ -644,8 +643,8 @@ class Scheduler(_Words):
     "max_utilization" if every group can hold what it has now and a verify pass more, and preempts when output has grown
     too far; "target_only" as the first, but counting the groups of the target alone: the fault of TensorRT-LLM issue
     18660, to be looked at. Order: first come, first served; a priority p (0..MAX_PRIORITY) lets a request pass at most
-    p x `priority_places` earlier ones. Nobody passes one that doesn't fit, so each ends within a bound (notebook 06). `draft_manager`: a pool of the draft's own,
-    without prefix reuse, counted jointly. `steps_ahead`: steps that the host plans before it knows what was accepted;
+    p x `priority_places` earlier ones. Nobody passes one that doesn't fit, so each ends within a bound (notebook 06).
+    `draft_manager`: a pool of the draft's own, without prefix reuse, counted jointly. `steps_ahead`: steps that the host plans before it knows what was accepted;
     the managers need K + 1 lookahead rows for each. `on_begin(request, start)` and `on_end(request)` are called where
     something outside the managers belongs to a running request. Raises `ValueError` naming the argument.
 

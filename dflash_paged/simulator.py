@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['DESIGN_CONTEXTS', 'ASSUMPTIONS', 'ISSUE_DESIGNS', 'TokenRuns', 'SimulatedRequest', 'simulated_request', 'StepRecord',
            'Simulation', 'Simulator', 'SimulationResult', 'Design', 'issue_pair', 'check_scenario', 'Scenario',
-           'assumptions', 'CannotStart', 'pool_bytes', 'draft_dtype', 'make_scheduler', 'step_costs', 'row_bytes',
-           'step_work', 'step_clock', 'scenario_workload', 'simulate', 'residence_s', 'request_bytes', 'clipped_mean',
-           'planned_running', 'capacity_rows', 'Table', 'table', 'compare', 'result_rows', 'figure_timeline',
-           'figure_designs', 'figure_rates', 'steady_row']
+           'assumptions', 'CannotStart', 'pool_bytes', 'draft_dtype', 'make_scheduler', 'rank_layers', 'row_bytes',
+           'step_costs', 'step_work', 'step_clock', 'scenario_workload', 'simulate', 'residence_s', 'request_bytes',
+           'clipped_mean', 'planned_running', 'capacity_rows', 'Table', 'table', 'compare', 'result_rows',
+           'figure_timeline', 'figure_designs', 'figure_rates', 'steady_row']
 
 # %% ../notebooks/06e_simulator.ipynb #db6224a8
 import random
@@ -28,8 +28,9 @@ from dflash_paged.memory import (
     Machine,
     ModelPair,
     Serving,
-    blocks_held,
+    LayerSpec,
     bytes_per_token,
+    paged_cost,
     plan_capacity,
     rows_stored,
     shard_layer,
@@ -74,7 +75,7 @@ class TokenRuns(Sequence):
 # %% ../notebooks/06e_simulator.ipynb #93f39130
 @dataclass(eq=False)
 class SimulatedRequest(ScheduledRequest):
-    """A request whose output length is known and whose passes gain what `gains` says; times in seconds."""
+    """A request whose output length is known and whose passes gain what `gain` says; times in seconds."""
 
     row: WorkloadRow | None = None
     output_tokens: int = 0
@@ -124,7 +125,7 @@ class StepRecord:
 
 # %% ../notebooks/06e_simulator.ipynb #66162061
 class Simulation:
-    """Requests, a scheduler and a clock. `step_s(plan, simulation)` gives the seconds of a step."""
+    """Requests, a scheduler and a clock. `step_s(plan)` gives the seconds of a step."""
 
     def __init__(
         self,
@@ -162,7 +163,7 @@ class Simulation:
 class _Queue(Simulation):
     """Requests that come."""
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
         """Queue what has arrived by now; what can never fit is refused by itself."""
         while self.num_arrived < len(self.requests):
             request = self.requests[self.num_arrived]
@@ -220,7 +221,7 @@ class _Clock(_Steps):
 
     def step(self, until_s: float | None = None) -> StepPlan:
         """Run one step at `now`, or jump to the next arrival, at most to `until_s`, where nothing can run."""
-        self._arrive()
+        self.arrive()
         plan = self.scheduler.schedule()
         if not plan.requests:
             if self.num_arrived < len(self.requests):
@@ -536,7 +537,7 @@ def make_scheduler(scenario: Scenario, design: Design, tracks_prefixes: bool | N
     }
     draft_manager, own = None, draft if design.context == "manager" else ()
     if design.context == "separate":
-        sizes = [bytes_per_token([shard_layer(layer, tp) for layer in layers]) for layers in (target, draft)]
+        sizes = [bytes_per_token(layers) for layers in rank_layers(scenario, design)]
         share = budget * sizes[1] // sum(sizes)
         budget -= share
         draft_manager = KVCacheManager(target_layers=draft, kv_cache_bytes=share, enable_prefix_reuse=False, **common)
@@ -550,23 +551,26 @@ def make_scheduler(scenario: Scenario, design: Design, tracks_prefixes: bool | N
     )
 
 # %% ../notebooks/06e_simulator.ipynb #5c4d1491
-def step_costs(scenario: Scenario, design: Design) -> StepCosts:
-    """The costs of a design's steps on this scenario's machine."""
-    tp, q = scenario.machine.tp_size, scenario.num_draft_tokens + 1
-    draft = [replace(shard_layer(layer, tp), dtype=draft_dtype(scenario, design)) for layer in scenario.pair.draft.layers]
-    return StepCosts(
-        GPUS[scenario.gpu], MODELS[scenario.target_work], MODELS[scenario.draft_work] if q > 1 else None, tp, q,
-        design.kv_dtype, draft[0].dtype, bytes_per_token(draft), scenario.host_us,
+def rank_layers(scenario: Scenario, design: Design) -> tuple[list[LayerSpec], list[LayerSpec]]:
+    """The target's and the draft's layers as one rank stores them."""
+    dtypes = (design.kv_dtype, draft_dtype(scenario, design))
+    return tuple(
+        [replace(shard_layer(layer, scenario.machine.tp_size), dtype=dtype) for layer in model.layers]
+        for model, dtype in zip((scenario.pair.target, scenario.pair.draft), dtypes)
     )
 
 
 def row_bytes(scenario: Scenario, design: Design) -> tuple[dict, dict]:
     """Bytes of a context row on one rank by window: the target's, the draft's."""
-    tp, pair = scenario.machine.tp_size, scenario.pair
-    dtypes = (design.kv_dtype, draft_dtype(scenario, design))
-    return tuple(
-        window_groups([replace(shard_layer(layer, tp), dtype=dtype) for layer in model.layers])
-        for model, dtype in zip((pair.target, pair.draft), dtypes)
+    return tuple(window_groups(layers) for layers in rank_layers(scenario, design))
+
+
+def step_costs(scenario: Scenario, design: Design) -> StepCosts:
+    """The costs of a design's steps on this scenario's machine."""
+    q, draft = scenario.num_draft_tokens + 1, rank_layers(scenario, design)[1]
+    return StepCosts(
+        GPUS[scenario.gpu], MODELS[scenario.target_work], MODELS[scenario.draft_work] if q > 1 else None,
+        scenario.machine.tp_size, q, design.kv_dtype, draft[0].dtype, bytes_per_token(draft), scenario.host_us,
     )
 
 # %% ../notebooks/06e_simulator.ipynb #674e1f6c
@@ -670,14 +674,11 @@ def _lengths_at_a_moment(design: Design, rows: Sequence[WorkloadRow], spans: Seq
 # %% ../notebooks/06e_simulator.ipynb #2a6bd26c
 def request_bytes(scenario: Scenario, design: Design, num_tokens: int) -> int:
     """Bytes of the pool that a request of this verified length holds in a step, on one rank."""
-    target, draft = row_bytes(scenario, design)
-    return scenario.tokens_per_block * sum(
-        size * blocks_held(
-            num_tokens, tokens_per_block=scenario.tokens_per_block, num_lookahead_tokens=scenario.num_draft_tokens + 1,
-            max_seq_len=scenario.max_seq_len, sliding_window=window,
-        )
-        for rows in (target, {} if design.context == "dense" else draft) for window, size in rows.items()
-    )
+    target, draft = rank_layers(scenario, design)
+    return paged_cost(
+        target if design.context == "dense" else [*target, *draft], [num_tokens], max_seq_len=scenario.max_seq_len,
+        num_draft_tokens=scenario.num_draft_tokens, tokens_per_block=scenario.tokens_per_block,
+    ).held_bytes
 
 
 def clipped_mean(mean: float, deviation: float, most: float) -> float:

@@ -687,6 +687,24 @@ def test_a_referenced_block_is_never_evicted_nor_what_leads_to_it():
     m.check_invariants()
 
 
+def test_a_block_whose_last_holder_was_a_copy_goes_back_too(monkeypatch):
+    """Its holder ends while a copy of it is under way; a twin builds on it with a copy of its own."""
+    m = make_manager(num_blocks=8, enable_partial_reuse=True)
+    for request_id in (0, 1):
+        m.add_sequence(request_id, [1] * 16)
+    m.prepare_resources([(0, 8), (1, 8)])
+    m.update_resources([(0, [1] * 8), (1, [1] * 8)])
+    m.prepare_resources([(1, 8)])
+    m.update_resources([(1, [1] * 8)])
+    with monkeypatch.context() as patch:
+        patch.setattr("dflash_paged.manager.has_passed", lambda mark: False)
+        assert m.add_sequence(2, [1] * 4 + [7] * 8).num_copied_tokens == 4
+        m.free_resources(0)
+    stats = m.stats()  # joins the copy
+    assert (stats.num_cached, stats.num_referenced, stats.num_free, stats.num_published) == (0, 3, 5, 2)
+    m.check_invariants()
+
+
 def test_clearing_the_index_frees_cached_blocks_and_stops_publication_of_old_rows():
     m = make_manager()
     run(m, 0, list(range(24)))
