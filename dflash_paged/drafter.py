@@ -7,7 +7,7 @@ __all__ = ['WEIGHT_DTYPES', 'LAYER_TYPES', 'ROPE_TYPES', 'UNSUPPORTED_FIELDS', '
            'default_target_layer_ids', 'DraftFields', 'DraftConfig', 'read_draft_config', 'draft_config_dict',
            'RMSNorm', 'DraftAttention', 'DraftMLP', 'DraftLayer', 'DraftParameters', 'DraftWeights', 'DraftModel',
            'load_drafter', 'read_kv_scales', 'check_kv_scale', 'check_kv_scales', 'save_kv_scales', 'save_drafter',
-           'check_drafter_fits', 'DraftStep', 'PagedContext', 'draft_tokens']
+           'check_drafter_fits', 'DraftStep', 'PagedContext', 'draft_logits', 'scaled_logits', 'draft_tokens']
 
 # %% ../notebooks/07_drafter.ipynb #bc73b76d
 import json
@@ -587,7 +587,7 @@ def check_drafter_fits(
 class DraftStep:
     """One step as a draft context sees it: R requests, N context rows, tables on the device."""
 
-    sequence_ids: Sequence[int | None]  # R ids, None for a padded request
+    rows: torch.Tensor  # [R] int64, each request's row in the manager's tables; the spare row for a padded request
     row_start_loc: torch.Tensor  # [R + 1] int32, rows of each request
     row_positions: torch.Tensor  # [N] int64, of all rows, rejected ones too
     inputs: DraftInputs
@@ -602,21 +602,22 @@ class PagedContext:
     request, so nothing has to be begun or ended.
     """
 
-    name, restores_prefix = "paged", True  # a prefix hit brings the draft rows back
-
     def __init__(
         self, model: DraftModel, pages: Sequence[PageView], layer_to_group: Sequence[int], *,
         mode: str = "exact",  # of `draft_attention`
         workspaces: AttentionWorkspaces | None = None,  # of the stream that this runs on
+        name: str = "paged",
+        restores_prefix: bool = True,  # a prefix hit brings the draft rows back; not into a pool of the draft's own
     ):
+        self.name, self.restores_prefix = name, restores_prefix
         if len(pages) != model.config.num_hidden_layers:
             raise ValueError(f"pages: expected {model.config.num_hidden_layers} draft layers, got {len(pages)}")
         self.model, self.pages, self.layer_to_group = model, pages, list(layer_to_group)
         self.mode, self.workspaces = mode, workspaces
         self.step: DraftStep | None = None
 
-    def begin(self, sequence_id: int, ctx_start: int) -> None:
-        """A sequence starts whose first draft row is at `ctx_start`; its pages are the manager's affair."""
+    def begin(self, sequence_id: int, ctx_start: int, row: int) -> None:
+        """A sequence starts in row `row` of the tables, its draft rows at `ctx_start`; its pages are the manager's affair."""
 
     def end(self, sequence_id: int) -> None:
         """A sequence ended; its pages are the manager's affair."""
@@ -641,21 +642,35 @@ class PagedContext:
         )
 
 # %% ../notebooks/07_drafter.ipynb #92e3dd94
-def draft_tokens(
+def draft_logits(
     model: DraftModel,
     attend: Attend,
     inputs: DraftInputs,  # of this step, R requests with Q query rows each
     num_requests: int,
     embed: Callable[[torch.Tensor], torch.Tensor],  # token ids -> the target's embeddings
     lm_head: Callable[[torch.Tensor], torch.Tensor],  # hidden states -> logits, the target's head
-) -> torch.Tensor:  # [R, K] int64; rows of requests that don't draft are meaningless
-    """Run one draft pass and return each request's greedy draft tokens."""
+) -> torch.Tensor:  # [R, K, vocab_size]; rows of requests that don't draft are meaningless
+    """Run one draft pass and return the logits of each request's K proposals."""
     config = model.config
     ids = inputs.query_token_ids.view(num_requests, -1)
     x = embed(ids)
     if config.input_embedding_scale != 1.0:
         x = x * config.input_embedding_scale
     hidden = model(x, inputs.query_positions.view(num_requests, -1), attend)
-    # Multiplier and soft cap are monotone: they can't move the argmax. The bonus row goes through the head
-    # too: one product over all rows, nothing gathered.
-    return lm_head(hidden).argmax(-1)[:, 1:]
+    # The bonus row goes through the head too: one product over all rows, nothing gathered.
+    return lm_head(hidden)[:, 1:]
+
+
+def scaled_logits(logits: torch.Tensor, config: DraftConfig) -> torch.Tensor:
+    """Logits with the checkpoint's multiplier and soft cap, which move probabilities but no argmax."""
+    if config.output_multiplier != 1.0:
+        logits = logits * config.output_multiplier
+    cap = config.final_logit_softcapping
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def draft_tokens(
+    model: DraftModel, attend: Attend, inputs: DraftInputs, num_requests: int, embed: Callable, lm_head: Callable
+) -> torch.Tensor:  # [R, K] int64; rows of requests that don't draft are meaningless
+    """Greedy draft tokens of one pass; arguments as in `draft_logits`."""
+    return draft_logits(model, attend, inputs, num_requests, embed, lm_head).argmax(-1)

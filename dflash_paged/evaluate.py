@@ -181,10 +181,11 @@ def collect_projections(engine: Engine, prompts: Sequence[Sequence[int]], max_ne
         seen.append((kv.float().cpu(), step.inputs.context_positions[kept].cpu()))
         store(step, features)
 
-    context.store = recording
+    context.store, graphs, engine.graphs = recording, engine.graphs, None  # a captured step would not call it
     try:
         engine.generate(prompts, max_new_tokens, reuse_prefix=False)
     finally:
+        engine.graphs = graphs
         del context.store
     return seen
 
@@ -245,7 +246,7 @@ def read_with_ones(engine: Engine) -> None:
         finally:
             context.pages = right
 
-    context.attend = attend
+    context.attend, engine.graphs = attend, None  # captured steps have the right ones
 
 # %% ../notebooks/08b_evaluate.ipynb #8bb03e54
 def scale_cases(

@@ -43,6 +43,10 @@ class TargetBatch:
     layer_to_group: Sequence[int] = ()
     workspaces: AttentionWorkspaces | None = None  # of the stream that this pass runs on
 
+    def __post_init__(self):
+        # The target has all its rows: contexts start at 0. Made once, not for every layer.
+        self.decode_starts, self.prefill_starts = torch.zeros_like(self.decode_lens), torch.zeros_like(self.prefill_lens)
+
     @property
     def num_decode_rows(self) -> int:
         """Rows of the decode part."""
@@ -85,7 +89,7 @@ def paged_attention_forward(
         shape = (batch.num_decode, batch.num_query_rows, -1, q.shape[-1])
         queries = q[:rows].reshape(shape)
         draft_attention(
-            queries, view, batch.decode_tables[group], torch.zeros_like(batch.decode_lens),
+            queries, view, batch.decode_tables[group], batch.decode_starts,
             batch.decode_lens, k[:rows].reshape(shape), v[:rows].reshape(shape), causal=True,
             out=out[:rows].view(shape), workspace=batch.workspaces and batch.workspaces.get(queries, view.num_kv_heads),
             **shared,
@@ -93,7 +97,7 @@ def paged_attention_forward(
     if len(q) > rows:
         prefill_attention(
             q[rows:], view, batch.prefill_tables[group], batch.prefill_row_starts,
-            torch.zeros_like(batch.prefill_lens), batch.prefill_lens, k[rows:], v[rows:], out=out[rows:], **shared,
+            batch.prefill_starts, batch.prefill_lens, k[rows:], v[rows:], out=out[rows:], **shared,
         )
     return out[None], None
 

@@ -136,7 +136,8 @@ class DraftRollout:
         )
         starts = torch.tensor([*self.starts, 0], dtype=torch.int32)
         self.kept = kept
-        return DraftStep(ids, row_start_loc, positions, inputs, tables, starts), features
+        table_rows = torch.tensor(manager.table_rows(ids))
+        return DraftStep(table_rows, row_start_loc, positions, inputs, tables, starts), features
 
     def commit(self):
         """The step is over: its kept rows count."""

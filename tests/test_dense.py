@@ -16,14 +16,14 @@ def dense_beside(rollout, max_ctx=96, **options) -> DenseContext:
     """A dense context with a slot begun for each of the rollout's requests."""
     dense = DenseContext(rollout.model, len(rollout.ids), max_ctx, **options)
     for i, start in zip(rollout.ids, rollout.starts):
-        dense.begin(i, start)
+        dense.begin(i, start, i)
     return dense
 
 
 def both(rollout, dense, step, features):
     """Hidden states of the step's block under both contexts."""
     block = rollout.config.draft_block_size
-    noise = rollout.randn(len(step.sequence_ids), block, rollout.config.hidden_size)
+    noise = rollout.randn(len(step.rows), block, rollout.config.hidden_size)
     out = []
     for context in (rollout.paged, dense):
         context.store(step, features)
@@ -53,7 +53,7 @@ def test_bytes_are_reserved_for_every_slot_and_used_by_valid_rows(dtype, size):
     row = 2 * 2 * 2 * 16 * size  # K and V, layers, heads, head_dim
     assert dense.reserved_bytes == 5 * (96 + 5) * row and dense.used_bytes == 0
     for i in rollout.ids:
-        dense.begin(i, 0)
+        dense.begin(i, 0, i)
     total = 0
     for step, features in rollout.steps(FIRST, LATER):
         dense.store(step, features)
@@ -97,7 +97,7 @@ def test_drafts_follow_the_slot_not_the_order_of_the_batch():
     rollout = DraftRollout(make_tiny_drafter())
     dense = DenseContext(rollout.model, 7, 96)
     for i in (2, 0, 1):  # slots in another order than the batch's
-        dense.begin(i, 0)
+        dense.begin(i, 0, i)
     for step, features in rollout.steps(FIRST, LATER):
         want, got = both(rollout, dense, step, features)
         torch.testing.assert_close(got[:3], want[:3], **TOL)
@@ -110,7 +110,7 @@ def test_after_a_hit_rows_lie_at_position_minus_base(changes):
     """Pitfall 17: the row is not the position; attention equals the pages' with `ctx_starts` at the hit."""
     rollout = DraftRollout(make_tiny_drafter(**changes), (0, 16, 13))
     dense = dense_beside(rollout)
-    assert dense.ctx_base == [0, 16, 13]
+    assert dense.ctx_base.tolist() == [0, 16, 13]
     for step, features in rollout.steps(FIRST, LATER):
         want, got = both(rollout, dense, step, features)
         torch.testing.assert_close(got[:3], want[:3], **TOL)
@@ -144,7 +144,7 @@ def test_rows_of_a_slot_never_reach_another():
     rollout = DraftRollout(make_tiny_drafter())
     dense = DenseContext(rollout.model, 5, 96)
     for i in rollout.ids:
-        dense.begin(i, 0)
+        dense.begin(i, 0, i)
     for step, features in rollout.steps(FIRST, LATER):
         both(rollout, dense, step, features)
         assert not dense.k_buf[3:].any() and not dense.v_buf[3:].any()
@@ -159,17 +159,17 @@ def test_a_padded_request_changes_nothing():
     dense = dense_beside(rollout)
     step, features = rollout.step(FIRST, FIRST, prefill=True)
     dense.store(step, features)
-    before = dense.k_buf.clone(), list(dense.ctx_len)
+    before = dense.k_buf.clone(), dense.ctx_len.tolist()
     n = torch.zeros(0, dtype=torch.int64)
     tables = torch.full((1, 2, 12), -1, dtype=torch.int32)
     starts = torch.zeros(3, dtype=torch.int32)
     inputs = build_draft_inputs(
         torch.tensor([-1, -1]), n, starts, starts[:2], tables, tokens_per_block=8, mask_token_id=3, num_draft_tokens=4
     )
-    dense.store(DraftStep([None, None], starts, n, inputs, tables, starts[:2]), torch.zeros(0, 144))
+    dense.store(DraftStep(torch.tensor([3, 3]), starts, n, inputs, tables, starts[:2]), torch.zeros(0, 144))
     out = dense.attend(0, torch.ones(2, 5, 4, 16), torch.ones(2, 5, 2, 16), torch.ones(2, 5, 2, 16))
     assert not out.any()
-    assert torch.equal(dense.k_buf, before[0]) and dense.ctx_len == before[1]
+    assert torch.equal(dense.k_buf, before[0]) and dense.ctx_len.tolist() == before[1]
 
 
 # Slots
@@ -178,16 +178,16 @@ def test_a_padded_request_changes_nothing():
 def test_slots_are_taken_given_back_and_reused_from_empty():
     model = make_tiny_drafter()
     dense = DenseContext(model, 2, 96)
-    dense.begin(10, 0)
-    dense.begin(11, 24)
-    assert dense.ctx_base == [0, 24] and dense.slot_of == {10: 0, 11: 1}
+    dense.begin(10, 0, 0)
+    dense.begin(11, 24, 1)
+    assert dense.ctx_base.tolist() == [0, 24] and dense.slot_of == {10: 0, 11: 1}
     with pytest.raises(RuntimeError, match="all 2 slots are taken"):
-        dense.begin(12, 0)
+        dense.begin(12, 0, 1)
     assert dense.slot_of == {10: 0, 11: 1}
     dense.ctx_len[1] = 40
     dense.end(11)
-    dense.begin(12, 8)
-    assert dense.slot_of == {10: 0, 12: 1} and dense.ctx_len[1] == 0 and dense.ctx_base == [0, 8]
+    dense.begin(12, 8, 1)
+    assert dense.slot_of == {10: 0, 12: 1} and dense.ctx_len[1] == 0 and dense.ctx_base.tolist() == [0, 8]
     with pytest.raises(KeyError):
         dense.end(11)
 
@@ -200,7 +200,7 @@ def test_a_reused_slot_shows_nothing_of_the_sequence_before():
     for i in (1, 0, 2):
         dense.end(i)
     for i in second.ids:
-        dense.begin(i, 0)
+        dense.begin(i, 0, i)
     assert [dense.slot_of[i] for i in second.ids] == [1, 0, 2]
     for step, features in second.steps(FIRST, LATER):
         want, got = both(second, dense, step, features)
@@ -215,7 +215,7 @@ def test_nothing_is_written_past_the_capacity():
     for step, features in rollout.steps((14, 2, 3), [(5, 5, 5), (5, 1, 2), (5, 1, 1), (5, 1, 1)]):
         want, got = both(rollout, dense, step, features)
         ends = [rollout.manager.num_tokens(r) + k - s for r, k, s in zip(rollout.ids, rollout.kept, rollout.starts)]
-        assert dense.ctx_len == [min(end, 20) for end in ends]
+        assert dense.ctx_len.tolist() == [min(end, 20) for end in ends]
         assert got.isfinite().all()
         for r in (1, 2):
             torch.testing.assert_close(got[r], want[r], **TOL)

@@ -65,7 +65,7 @@ def assert_parity(reference, config: dict, model: DraftModel, state=None, **opti
     later = [[min(k, block) if k < 5 else block for k in kept] for kept in LATER]
     for step, features in rollout.steps(FIRST, later):
         rollout.paged.store(step, features)
-        noise = rollout.randn(len(step.sequence_ids), block, model.config.hidden_size)
+        noise = rollout.randn(len(step.rows), block, model.config.hidden_size)
         before = [pool.clone() for pool in rollout.manager.pools.tensors]
         hidden = model(noise, step.inputs.query_positions.view(-1, block), rollout.paged.attend)
         for old, pool in zip(before, rollout.manager.pools.tensors):

@@ -146,7 +146,7 @@ class Script:
     """
 
     def __init__(self, monkeypatch, oracle, seed=0, accept=None, log_real=False):
-        import dflash_paged.engine as module
+        import dflash_paged.step as module
 
         self.oracle, self.rng, self.accept = oracle, random.Random(seed), accept
         self.real = module.draft_tokens if log_real else None
@@ -157,27 +157,30 @@ class Script:
 
     def __call__(self, model, attend, inputs, num_requests, embed, lm_head):
         engine, step = self.engine, attend.__self__.step
-        assert attend.__self__ is engine.context and len(step.sequence_ids) == num_requests
-        k, requests = engine.num_draft_tokens, {r.cache_id: r for r in engine.running}
+        assert attend.__self__ is engine.context and len(step.rows) == num_requests
+        k, requests = engine.num_draft_tokens, {engine.manager.table_rows([r.cache_id])[0]: r for r in engine.running}
         drafts = torch.full((num_requests, k), 2)
         real = None if self.real is None else self.real(model, attend, inputs, num_requests, embed, lm_head)
-        for i, cache_id in enumerate(step.sequence_ids):
-            r = requests[cache_id]
-            if not r.is_decoding or r.finish_reason:
+        proposes = (inputs.sample_indices.view(num_requests, k) >= 0).any(1).tolist()
+        for i, (row, length) in enumerate(zip(step.rows.tolist(), inputs.ctx_lens.tolist())):
+            if not proposes[i]:
                 continue
-            n = len(r.tokens) - r.prompt_len
-            right = self.rng.randint(0, k) if self.accept is None else self.accept(r)
+            r = requests[row]
+            n = length + 1 - r.prompt_len  # new tokens, the pending one included
+            right = self.rng.randint(0, k) if self.accept is None else self.accept(length + 1)
             true = self.oracle(r.tokens[: r.prompt_len], n + k)[n:]
             wrong = [(t + 1 + self.rng.randrange(95)) % 97 for t in true[right : right + 1]]
             drafts[i] = torch.tensor(true[:right] + wrong + true[right + 1 :])
             self.log.setdefault(r.request_id, []).append(right)
             if real is not None:
-                self.real_log.append((list(r.tokens), r.stats.ctx_start, real[i].tolist()))
+                tokens = r.tokens[: r.prompt_len] + self.oracle(r.tokens[: r.prompt_len], n)
+                assert int(inputs.query_token_ids.view(num_requests, -1)[i, 0]) == tokens[-1]
+                self.real_log.append((tokens, r.stats.ctx_start, real[i].tolist()))
         return drafts
 
     def check(self, result) -> None:
         """The result's counts are those that its proposals explain."""
-        gains = [a + 1 for a in self.log.get(result.request_id, [])]
+        gains = [a + 1 for a in self.log.get(result.request_id, [])][:-1]  # the last proposal is never verified
         wanted, stats = len(result.token_ids) - 1, result.stats
         assert stats.num_verify_passes == len(gains) and stats.num_gained_tokens == wanted
         assert sum(gains[:-1]) < wanted <= sum(gains) or (not gains and wanted == 0)
@@ -326,7 +329,7 @@ def test_drafts_see_exactly_the_verified_rows(make, oracle, tiny_drafter, monkey
 def test_a_prefix_hit_drafts_from_the_rows_that_exist(make, oracle, tiny_drafter, monkeypatch, context, withhold):
     """Pitfalls 16 and 20: pages bring the draft rows back, so drafts are those of a cold run; the dense buffer and
     withheld rows begin at the hit's end, and only rows from there count. Pitfall 17: at their own positions."""
-    script = Script(monkeypatch, oracle, seed=2, log_real=True, accept=lambda request: len(request.tokens) % 5)
+    script = Script(monkeypatch, oracle, seed=2, log_real=True, accept=lambda num_tokens: num_tokens % 5)
     engine = script.engine = make(context=context)
     prompts = [oracle.prompts[i] for i in (6, 7, 9, 10)]
     engine.generate(prompts, 14, stop_token_ids=[])

@@ -298,7 +298,7 @@ def test_a_prefix_hit_reads_narrow_pages_as_the_cold_run_did(make, oracle, monke
     prompt, logs, stats = oracle.prompts[10], [], []
     engine = make(dtype, max_batch_size=1)
     for _ in ("cold", "hit"):
-        script = Script(monkeypatch, oracle, accept=lambda request: len(request.tokens) % 5, log_real=True)
+        script = Script(monkeypatch, oracle, accept=lambda num_tokens: num_tokens % 5, log_real=True)
         script.engine = engine
         engine.add_request(prompt, 19, stop_token_ids=[])
         [result] = run_all(engine).values()

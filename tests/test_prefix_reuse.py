@@ -19,13 +19,13 @@ def rows(request, tiny_target):
     for shared in (SHARED, None):
         for case in REUSE_CASES:
             engine = make_reuse_engine(case, PagedTarget(tiny_target, TINY_LAYER_IDS), drafter, **SETTINGS)
-            for manager in [engine.manager, *([engine.context.manager] if case.context == "separate" else [])]:
+            for manager in [engine.manager, *([engine.draft_manager] if case.context == "separate" else [])]:
                 poison_pages(manager)
             found[case.name, shared is None] = run_reuse_case(engine, case, shared, PROMPTS, 12)
             engine.manager.check_invariants()
             if case.context == "separate":
-                engine.context.manager.check_invariants()
-                assert not engine.context.manager.live_requests()
+                engine.draft_manager.check_invariants()
+                assert not engine.draft_manager.live_requests()
     return found
 
 
