@@ -1482,6 +1482,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'dflash_paged/target.py'),
                                      'dflash_paged.target.TargetModel.lm_head': ( 'target.html#targetmodel.lm_head',
                                                                                   'dflash_paged/target.py'),
+                                     'dflash_paged.target._record_rows': ('target.html#_record_rows', 'dflash_paged/target.py'),
+                                     'dflash_paged.target.calibrate_target': ('target.html#calibrate_target', 'dflash_paged/target.py'),
                                      'dflash_paged.target.check_architecture': ('target.html#check_architecture', 'dflash_paged/target.py'),
                                      'dflash_paged.target.layer_specs_of': ('target.html#layer_specs_of', 'dflash_paged/target.py'),
                                      'dflash_paged.target.paged_attention_forward': ( 'target.html#paged_attention_forward',
