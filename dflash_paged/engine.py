@@ -370,7 +370,8 @@ class EnginePools(EngineState):
 # %% ../notebooks/08_engine.ipynb #cceb76b8
 def pick_graphs(cuda_graphs: object, device: torch.device) -> bool:
     """Whether decode steps are captured; `ValueError` where that is asked for and there is no CUDA device."""
-    check_choice("cuda_graphs", cuda_graphs, ("auto", True, False))
+    if cuda_graphs != "auto" and not isinstance(cuda_graphs, bool):
+        raise ValueError(f"cuda_graphs: expected 'auto', True or False, got {cuda_graphs!r:.60}")
     if cuda_graphs is True and device.type != "cuda":
         raise ValueError(f"cuda_graphs: expected 'auto' or False for a target on {device}, got True")
     return device.type == "cuda" if cuda_graphs == "auto" else cuda_graphs

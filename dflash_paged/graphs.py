@@ -68,7 +68,8 @@ def addresses(step: DeviceStep) -> tuple:
     tensors = [step.drafts, step.draft_probs, step.manager.tables.device, step.draft_manager.tables.device]
     tensors += [target.model.get_input_embeddings().weight, target.model.get_output_embeddings().weight]
     if drafter is not None:
-        tensors += [drafter.cos_sin, drafter.fc.weight, drafter.fused_kv()[0]]
+        weight, _, norms = drafter.fused_kv()
+        tensors += [drafter.cos_sin, drafter.fc.weight, weight, norms]
     pointers = tuple(None if t is None else t.data_ptr() for t in tensors)
     return (*pointers, step.manager.buffers_version, step.draft_manager.buffers_version, id(step.context))
 

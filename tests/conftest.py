@@ -71,6 +71,39 @@ def poison_free_blocks(manager) -> None:
             pool[free] = float("nan")
 
 
+def chi_square_p(observed, expected) -> float:
+    """The p-value of counts against expected counts of the same sum; cells below 5 are taken together."""
+    large = expected >= 5
+    cells = [(o, e) for o, e in zip(observed[large].tolist(), expected[large].tolist())]
+    rest = float(observed[~large].sum()), float(expected[~large].sum())
+    cells += [rest] if rest[1] >= 1 else []
+    total = sum(o for o, _ in cells) / sum(e for _, e in cells)
+    statistic = sum((o - e * total) ** 2 / (e * total) for o, e in cells)
+    half = torch.tensor([len(cells) - 1, statistic], dtype=torch.float64) / 2
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+@torch.inference_mode()
+def joint_probs(model, prompt, temperature, top_p=1.0, top_k=0):
+    """Exact probabilities [V, V] of the next two tokens, by transformers' own warpers."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    warpers = [TemperatureLogitsWarper(temperature)]
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+
+    def probs(ids):
+        logits = model(ids).logits[:, -1].float()
+        for warp in warpers:
+            logits = warp(ids, logits)
+        return logits.softmax(-1).cpu()
+
+    vocab, device = model.config.vocab_size, model.device
+    first = probs(torch.tensor([prompt], device=device))[0]
+    second = probs(torch.tensor([[*prompt, t] for t in range(vocab)], device=device))
+    return first[:, None] * second
+
+
 class DraftRollout:
     """Requests that grow by given numbers of kept rows, over pages that start as NaN: a draft pass's data.
 
