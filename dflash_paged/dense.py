@@ -194,7 +194,7 @@ def dense_attention_batched(
     key = torch.arange(k.shape[1], device=q.device)
     query = lengths[:, None].long() - num_rows + torch.arange(num_rows, device=q.device)
     distance = query[..., None] - key
-    mask = key < lengths[:, None, None]
+    mask = (key < lengths[:, None, None]).expand(num_reqs, num_rows, -1)
     if causal:
         mask = mask & (distance >= 0)
     if window is not None:

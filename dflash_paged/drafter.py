@@ -638,6 +638,7 @@ class PagedContext:
             q, view, step.block_tables[self.layer_to_group[layer]], step.ctx_starts,
             step.inputs.ctx_lens, k_noise, v_noise,
             causal=config.layer_causal(layer), sliding_window=config.layer_window(layer), mode=self.mode,
+            out=torch.empty_like(q, memory_format=torch.contiguous_format),  # a graph being captured has its own pool for it
             workspace=self.workspaces and self.workspaces.get(q, view.num_kv_heads),
         )
 

@@ -93,6 +93,34 @@ def test_drafts_equal_the_pages_when_nothing_was_reused(changes, tiny_target):
         assert drafts[0] == drafts[1]
 
 
+@pytest.mark.parametrize("changes", [
+    {}, dict(is_causal=True), dict(layer_types=["sliding_attention", "full_attention"], is_causal=False, **SLIDING),
+])
+@pytest.mark.parametrize("kernel", ["sdpa", "own"])
+def test_a_batch_without_a_loop_gives_the_same(changes, kernel):
+    """What a CUDA device runs: whole slots behind a mask, or a kernel that takes slots and lengths; padded rows are 0."""
+    def own(q, k, v, slots, lengths, causal, window):
+        assert slots.dtype == lengths.dtype == torch.int32 and k.shape == (3, 101, 2, 16)
+        return torch.stack([
+            dense_attention(q[r], k[s, :n], v[s, :n], n - 5, causal, window) if n else torch.full_like(q[r], torch.nan)
+            for r, (s, n) in enumerate(zip(slots.tolist(), lengths.tolist()))
+        ])
+
+    rollout = DraftRollout(make_tiny_drafter(**changes), (0, 16, 13))
+    loop, batch = dense_beside(rollout), dense_beside(rollout, kernel=own if kernel == "own" else kernel)
+    addresses = [t.data_ptr() for t in (batch.k_buf, batch.v_buf, batch.ctx_len, batch.ctx_base, batch.slot_of_row)]
+    for step, features in rollout.steps(FIRST, LATER):
+        noise = rollout.randn(len(step.rows), 5, rollout.config.hidden_size)
+        out = []
+        for context in (loop, batch):
+            context.store(step, features)
+            out.append(rollout.model(noise, step.inputs.query_positions.view(-1, 5), context.attend))
+        torch.testing.assert_close(out[0], out[1], **TOL)
+        assert torch.equal(loop.ctx_len, batch.ctx_len)
+        torch.testing.assert_close(loop.k_buf, batch.k_buf, **TOL)
+    assert addresses == [t.data_ptr() for t in (batch.k_buf, batch.v_buf, batch.ctx_len, batch.ctx_base, batch.slot_of_row)]
+
+
 def test_drafts_follow_the_slot_not_the_order_of_the_batch():
     rollout = DraftRollout(make_tiny_drafter())
     dense = DenseContext(rollout.model, 7, 96)
