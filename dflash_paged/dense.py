@@ -18,7 +18,7 @@ from .pools import Staging
 
 KERNELS = ("loop", "sdpa")
 
-
+# %% ../notebooks/07d_dense.ipynb #b08ef4f2
 class DenseTensors:
     """The two buffers and what is valid in each slot.
 
@@ -120,7 +120,7 @@ class DenseStore(DenseBuffer):
         """Write all rows of the step, rejected ones too: `ctx_len` says which of them count."""
         self.step, slots, positions = step, self.slot_of_row[step.rows], step.row_positions
         number = torch.arange(len(positions), device=positions.device)
-        owner = torch.searchsorted(step.row_start_loc[1:].contiguous(), number, right=True)
+        owner = torch.searchsorted(step.row_start_loc[1:].long(), number, right=True)
         of_row = torch.where(owner < len(slots), slots[owner.clamp(max=len(slots) - 1)], -1)
         k, v = self.model.context_kv(features, torch.where(of_row >= 0, positions, 0))
         layers = torch.arange(k.shape[1], device=positions.device)

@@ -1,5 +1,7 @@
 """The dense buffer: its bytes, its rows, and drafts that equal the pages' as long as nothing was reused."""
 
+from dataclasses import fields, is_dataclass, replace
+
 import pytest
 import torch
 from conftest import DraftRollout, make_tiny_drafter
@@ -68,6 +70,12 @@ def test_bytes_are_reserved_for_every_slot_and_used_by_valid_rows(dtype, size):
 def test_sizes_are_checked_by_name(slots, max_ctx, words):
     with pytest.raises(ValueError, match=words):
         DenseBuffer(make_tiny_drafter(), slots, max_ctx)
+
+
+def test_kernels_are_checked_by_name():
+    with pytest.raises(ValueError, match="kernel: expected .*loop.*sdpa.*got 'flash'"):
+        DenseContext(make_tiny_drafter(), 2, 96, kernel="flash")
+    assert DenseContext(make_tiny_drafter(), 2, 96).kernel == "loop"
 
 
 # Drafts
@@ -200,7 +208,133 @@ def test_a_padded_request_changes_nothing():
     assert torch.equal(dense.k_buf, before[0]) and dense.ctx_len.tolist() == before[1]
 
 
+def with_padding(rollout, step, features, before):
+    """The step with Q rows of a padded request in front of every request in `before`, whose rows are nonsense."""
+    q, order, places = rollout.config.draft_block_size, [], []
+    for r in range(len(rollout.ids)):
+        order += [None] * before.count(r) + [r]
+    order += [None] * before.count(len(rollout.ids))
+    ends, pad = step.row_start_loc.tolist(), len(rollout.ids)
+    parts, rows, sizes = [], [], []
+    for r in order:
+        span = slice(0, 0) if r is None else slice(ends[r], ends[r + 1])
+        parts.append(features[span] if r is not None else torch.full((q, features.shape[1]), torch.nan))
+        rows.append(step.row_positions[span] if r is not None else torch.full((q,), 10**6))
+        sizes.append(len(rows[-1]))
+        places.append(pad if r is None else r)
+    index = torch.tensor(places)
+    inputs = replace(
+        step.inputs, ctx_lens=step.inputs.ctx_lens[index],
+        query_positions=step.inputs.query_positions.view(-1, q)[index].flatten(),
+    )
+    starts = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+    padded = replace(
+        step, rows=step.rows[index], row_start_loc=starts, row_positions=torch.cat(rows), inputs=inputs,
+        block_tables=step.block_tables[:, index], ctx_starts=step.ctx_starts[index],
+    )
+    return padded, torch.cat(parts), [i for i, r in enumerate(order) if r is not None], index
+
+
+@pytest.mark.parametrize("kernel", ["loop", "sdpa"])
+@pytest.mark.parametrize("before", [(0,), (1,), (3,), (0, 1, 1, 3, 3)], ids=str)
+def test_padded_requests_among_real_ones_write_nothing(kernel, before):
+    """Pitfalls 1 and 3: first, in the middle, last; their rows have NaN features and positions of no table."""
+    rollout = DraftRollout(make_tiny_drafter(), (0, 16, 13))
+    plain, padded = dense_beside(rollout, kernel=kernel), dense_beside(rollout, kernel=kernel)
+    for step, features in rollout.steps(FIRST, LATER):
+        other, other_features, real, index = with_padding(rollout, step, features, before)
+        noise = rollout.randn(len(step.rows), 5, rollout.config.hidden_size)
+        outs = []
+        for context, s, f, x in ((plain, step, features, noise), (padded, other, other_features, noise[index])):
+            context.store(s, f)
+            outs.append(rollout.model(x, s.inputs.query_positions.view(-1, 5), context.attend))
+        torch.testing.assert_close(outs[1][real], outs[0][:3], **TOL)
+        assert outs[1].isfinite().all()
+        assert torch.equal(plain.ctx_len, padded.ctx_len)
+        for name in ("k_buf", "v_buf"):
+            torch.testing.assert_close(getattr(padded, name), getattr(plain, name), **TOL)
+
+
+def test_a_request_that_keeps_no_row_stays_as_it_was():
+    """In its first pass and in later ones, beside one that keeps all."""
+    rollout = DraftRollout(make_tiny_drafter(), (0, 16, 13))
+    dense = dense_beside(rollout)
+    for rows, kept in (((4, 6, 1), (0, 6, 1)), ((3, 1, 2), (3, 0, 0)), ((5, 5, 5), (0, 0, 5))):
+        step, features = rollout.step(rows, kept, prefill=True)
+        want, got = both(rollout, dense, step, features)
+        torch.testing.assert_close(got[:3], want[:3], **TOL)
+        ends = [rollout.manager.num_tokens(r) + k for r, k in zip(rollout.ids, kept)]
+        assert dense.ctx_len.tolist() == [end - start for end, start in zip(ends, rollout.starts)]
+        rollout.commit()
+
+
+def on_meta(value):
+    """The same with tensors that have no values: what needs one raises."""
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    return replace(value, **{f.name: on_meta(getattr(value, f.name)) for f in fields(value)}) if is_dataclass(value) else value
+
+
+@pytest.mark.parametrize("changes", [
+    {}, dict(is_causal=True), dict(layer_types=["sliding_attention", "full_attention"], is_causal=False, **SLIDING),
+])
+def test_a_step_asks_for_no_value_on_the_host(changes):
+    """Pitfall 34: lengths live on the device. `meta` tensors refuse `.item()`, `.tolist()`, `nonzero` and masks as indices."""
+    rollout = DraftRollout(make_tiny_drafter(**changes), (0, 16, 13))
+    [(step, features), *_] = rollout.steps(FIRST, LATER)
+    step, features = on_meta(step), on_meta(features)
+    model = make_tiny_drafter(**changes)
+    model.ensure_positions(101)
+    model.to("meta")
+    noise = torch.empty(4, 5, 48, device="meta")
+    batch = DenseContext(model, 3, 96, device="meta", kernel="sdpa")
+    batch.store(step, features)
+    out = model(noise, step.inputs.query_positions.view(-1, 5), batch.attend)
+    assert out.is_meta and out.shape == noise.shape
+    loop = DenseContext(model, 3, 96, device="meta", kernel="loop")
+    loop.store(step, features)
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        model(noise, step.inputs.query_positions.view(-1, 5), loop.attend)
+
+
+def test_addresses_stay_while_sequences_come_and_go():
+    """Pitfall 33: a captured step reads the same tensors for ever."""
+    tensors = lambda c: (c.k_buf, c.v_buf, c._k, c._v, c.ctx_len, c.ctx_base, c.slot_of_row)
+    first, second = DraftRollout(make_tiny_drafter(), seed=0), DraftRollout(make_tiny_drafter(), seed=1)
+    dense = dense_beside(first, kernel="sdpa")
+    before = [t.data_ptr() for t in tensors(dense)]
+    for rollout in (first, second):
+        for step, features in rollout.steps(FIRST, LATER):
+            both(rollout, dense, step, features)
+        for i in rollout.ids:
+            dense.end(i)
+        for i in rollout.ids:
+            dense.begin(i, 8 * i, i)
+    assert before == [t.data_ptr() for t in tensors(dense)]
+
+
 # Slots
+
+
+def test_a_row_that_nobody_has_leads_nowhere():
+    """A sequence that left takes its row along, unless another one came into it in between."""
+    dense = DenseContext(make_tiny_drafter(), 3, 96)
+    dense.begin(10, 0, 2)
+    dense.begin(11, 8, 0)
+    assert dense.slot_of_row.tolist() == [1, -1, 0, -1]
+    dense.end(10)
+    assert dense.slot_of_row.tolist() == [1, -1, -1, -1]
+    dense.begin(12, 0, 0)
+    dense.end(11)
+    assert dense.slot_of_row.tolist() == [2, -1, -1, -1] and dense.slot_of == {12: 2}
+
+
+@pytest.mark.parametrize("row", [-1, 3, 1.0, None])
+def test_the_padded_requests_row_is_nobodys(row):
+    dense = DenseContext(make_tiny_drafter(), 3, 96)
+    with pytest.raises(ValueError, match="row: expected an int in 0..2"):
+        dense.begin(0, 0, row)
+    assert len(dense.free_slots) == 3 and not dense.slot_of
 
 
 def test_slots_are_taken_given_back_and_reused_from_empty():

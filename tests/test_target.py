@@ -8,8 +8,20 @@ import torch
 from conftest import TINY_LAYER_IDS, make_tiny_target, poison_pages
 
 from dflash_paged.manager import KVCacheManager
-from dflash_paged.store import read_rows_ref
-from dflash_paged.target import ATTENTION_NAME, PagedTarget, TargetBatch, TargetModel, stored_value
+from dflash_paged.store import SCALE_RANGE, read_rows_ref
+from dflash_paged.target import (
+    ATTENTION_NAME,
+    TARGET_SCALES_FILE,
+    PagedTarget,
+    TargetBatch,
+    TargetModel,
+    calibrate_target,
+    load_target_scales,
+    paged_attention_forward,
+    recorded_rows,
+    save_target_scales,
+    stored_value,
+)
 
 TOL = dict(rtol=2e-5, atol=2e-5)  # fp32 sums in another order; hidden states are of size 1
 Q = 4  # rows of a verify pass
@@ -57,6 +69,10 @@ class PagedRun:
             target_layers=self.target.layer_specs(dtype), tokens_per_block=tokens_per_block, max_seq_len=128,
             num_blocks=16 * len(lens), max_batch_size=len(lens), num_lookahead_tokens=Q, enable_prefix_reuse=False,
         )
+        if dtype == "float8_e4m3fn":
+            calibrate_target(self.target, self.tokens)
+            for i, pair in enumerate(zip(*self.target.kv_scales)):
+                self.manager.set_scales(i, *pair)
         poison_pages(self.manager)
         self.pages = [self.manager.page_view(i) for i in range(self.target.num_layers)]
         for i, tokens in enumerate(self.tokens):
@@ -331,8 +347,176 @@ def test_architectures_that_pages_cannot_serve_are_refused(fields, reason):
 
 
 def test_attention_arguments_that_change_the_softmax_are_refused():
-    from dflash_paged.target import paged_attention_forward
-
     x = torch.zeros(1, 2, 3, 8)
     with pytest.raises(ValueError, match="s_aux"):
         paged_attention_forward(torch.nn.Module(), x, x, x, paged_batch=object(), s_aux=torch.zeros(2))
+
+
+# fp8 pages
+
+FP8 = "float8_e4m3fn"
+
+
+@pytest.mark.parametrize("name", ["gqa", "scale", "qwen3", "qwen3-sliding"])
+def test_recorded_rows_are_those_that_the_pages_hold(name):
+    """K after RoPE, V plain, of every layer; rows behind a window too, and what a window hides stays hidden."""
+    run = PagedRun(TARGETS[name](), (45,))
+    batch = run.batch(prefill=[(0, 45)])
+    run.target.forward(batch)
+    rows = recorded_rows(run.target, run.tokens[0])
+    for layer, view in enumerate(run.pages):
+        slots = batch.slot_mapping[run.manager.layer_to_group[layer]]
+        for part, want in enumerate(read_rows_ref(view, slots)):
+            torch.testing.assert_close(rows[:, layer, part], want, **TOL)
+
+
+def test_scales_are_the_largest_values_over_448_a_layer_and_head():
+    """Over all prompts, with the margin asked for; one head's outlier widens that head's scale only."""
+    target, prompts = PagedTarget(make_tiny_target()), [[5, 6, 7, 8], [], [9], list(range(2, 40))]
+    rows = torch.cat([recorded_rows(target, p) for p in prompts if p])
+    want = rows.abs().amax((0, 4)) / 448
+    assert calibrate_target(target, prompts) is target
+    for part, scale in enumerate(target.kv_scales):
+        assert scale.shape == (4, 2) and scale.dtype == torch.float32 and not scale.is_inference()
+        torch.testing.assert_close(scale, want[:, part])
+    wide = calibrate_target(PagedTarget(make_tiny_target()), prompts, margin=2.0).kv_scales
+    torch.testing.assert_close(wide[1], 2 * target.kv_scales[1])
+    model = make_tiny_target()
+    with torch.no_grad():
+        model.model.layers[2].self_attn.v_proj.weight[8:] *= 100
+    outlier = calibrate_target(PagedTarget(model), prompts).kv_scales[1]
+    torch.testing.assert_close(outlier[2], target.kv_scales[1][2] * torch.tensor([1, 100.0]), rtol=1e-4, atol=0)
+    torch.testing.assert_close(outlier[:2], target.kv_scales[1][:2])
+
+
+def test_calibration_leaves_the_model_as_it_was():
+    model = make_tiny_target()
+    own, ids = model.config._attn_implementation, torch.randint(5, 97, (1, 12))
+    logits, target = model(ids).logits, PagedTarget(model)
+    calibrate_target(target, ids.tolist())
+    assert model.config._attn_implementation == own and torch.equal(model(ids).logits, logits)
+    with pytest.raises(ValueError, match="prompts"):
+        calibrate_target(target, [[5, 97]])
+    model.model.layers[3].self_attn.forward = lambda *args, **kwargs: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        calibrate_target(target, ids.tolist())
+    assert model.config._attn_implementation == own
+
+
+@pytest.mark.parametrize("prompts,options,words", [
+    ([], {}, "at least one row"), ([[], []], {}, "at least one row"), ([[5, 97]], {}, "prompts: expected an int in 0..96, got 97"),
+    ([[5, -1]], {}, "prompts.*-1"), ([[5, 1.5]], {}, "prompts.*1.5"), ([[5]], dict(margin=0), "margin.*got 0"),
+    ([[5]], dict(margin=float("nan")), "margin.*nan"),
+])
+def test_calibration_refuses_by_name(prompts, options, words):
+    target = PagedTarget(make_tiny_target())
+    with pytest.raises(ValueError, match=words):
+        calibrate_target(target, prompts, **options)
+    assert target.kv_scales is None
+
+
+def test_values_that_are_not_finite_are_refused_with_their_place():
+    model = make_tiny_target()
+    with torch.no_grad():
+        model.model.layers[3].self_attn.v_proj.weight[8] = float("inf")
+    with pytest.raises(ValueError, match="V of layer 3, head 1"):
+        calibrate_target(PagedTarget(model), [[5, 6]])
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_attention_over_fp8_pages_is_plain_attention_over_the_dequantised_rows(window):
+    """A whole prompt, chunks, verify passes and single tokens give the same; rows are the same, so only sums differ."""
+    run, n = PagedRun(make_tiny_target(), (44,), dtype=FP8), 44
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 6, n, 8), torch.randn(1, 2, n, 8), torch.randn(1, 2, n, 8)
+    view = run.pages[1]
+    rows = [stored_value(x[0].transpose(0, 1), view.dtype, s) for x, s in ((k, view.k_scale), (v, view.v_scale))]
+    distance = torch.arange(n)[:, None] - torch.arange(n)
+    mask = (distance >= 0) & (distance < (window or n))
+    want = torch.nn.functional.scaled_dot_product_attention(
+        q, *(x.transpose(0, 1)[None] for x in rows), attn_mask=mask, enable_gqa=True
+    )[0].transpose(0, 1)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+    assert (want - exact).abs().max() > 1e-2, "pages weren't narrow"
+    chunks, module = [[44], [13, 1, 30], [20] + [Q] * 6, [3] + [1] * 41], SimpleNamespace(layer_idx=1)
+    for sizes in chunks:
+        run, first = PagedRun(make_tiny_target(), (44,), dtype=FP8), 0
+        run.pages = [view] * 4
+        for size in sizes:
+            part, is_verify = slice(first, first + size), size == Q
+            batch = run.batch(decode=[0] if is_verify else [], prefill=[] if is_verify else [(0, size)])
+            got, _ = paged_attention_forward(
+                module, q[:, :, part], k[:, :, part], v[:, :, part], scaling=8**-0.5, paged_batch=batch, sliding_window=window
+            )
+            torch.testing.assert_close(got[0], want[part], rtol=1e-5, atol=1e-5)
+            run.manager.update_resources([(0, run.tokens[0][part])])
+            first += size
+
+
+def test_fp8_pages_give_the_same_numbers_however_the_rows_arrive():
+    """Up to the first row whose code differs: products of other shapes round differently, seldom across a boundary."""
+    whole = PagedRun(make_tiny_target(), (44,), dtype=FP8)
+    [(_, _, want, _)] = whole.step(prefill=[(0, 44)])
+    exact = own_numbers(whole.target.model, whole.tokens[0])[0]
+    assert not torch.allclose(whole.target.lm_head(want), exact, atol=1e-2), "pages weren't narrow"
+    for chunks, num_verify in (((13, 1, 18), 3), ((3, *[1] * 41), 0)):
+        parts = PagedRun(make_tiny_target(), (44,), dtype=FP8)
+        got = [parts.step(prefill=[(0, n)]) for n in chunks]
+        got += [parts.step(decode=[0], kept=[4]) for _ in range(num_verify)]
+        got = torch.cat([hidden for [(_, _, hidden, _)] in got])
+        differs = torch.zeros(44, dtype=torch.bool)
+        for layer in range(4):
+            codes = [read_rows_ref(r.pages[layer], torch.tensor(r.slots(0, 0, 44))) for r in (whole, parts)]
+            for a, b in zip(*codes):
+                differs |= (a != b).flatten(1).any(1)
+        same = int(differs.float().argmax()) if differs.any() else 44
+        assert same >= 20, f"codes differ from row {same} on"
+        logits = [whole.target.lm_head(x)[:same] for x in (got, want)]
+        torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+
+
+# Scales in a file
+
+
+@pytest.fixture
+def calibrated():
+    return calibrate_target(PagedTarget(make_tiny_target()), [[5, 6, 7, 8]])
+
+
+def test_scales_come_back_from_their_file(calibrated, tmp_path):
+    """Beside a drafter's scales, which stay."""
+    (tmp_path / "kv_scales.safetensors").write_bytes(b"the drafter's")
+    path = save_target_scales(calibrated, tmp_path)
+    assert path == tmp_path / TARGET_SCALES_FILE and path.stat().st_mode & 0o777 == 0o644
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["kv_scales.safetensors", TARGET_SCALES_FILE]
+    again = load_target_scales(PagedTarget(make_tiny_target()), str(tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(again.kv_scales, calibrated.kv_scales))
+
+
+def test_files_that_do_not_fit_are_refused(calibrated, tmp_path):
+    from safetensors.torch import save_file
+
+    target, path = PagedTarget(make_tiny_target()), tmp_path / TARGET_SCALES_FILE
+    k, v = calibrated.kv_scales
+    refusals = [
+        (None, "target: expected .*target_kv_scales.safetensors, found no such file"),
+        (b"nonsense", "target: target_kv_scales.safetensors can't be read"),
+        ({"k_scale": k}, "target: expected k_scale and v_scale"),
+        ({"k_scale": k, "v_scale": v[:, :1]}, "v_scale: expected shape"),
+        ({"k_scale": k.double(), "v_scale": v}, "k_scale.*float32"),
+        ({"k_scale": k, "v_scale": v.clone().fill_(2 * SCALE_RANGE[1])}, "v_scale: expected scales of"),
+        ({"k_scale": k.clone().fill_(float("nan")), "v_scale": v}, "k_scale: expected scales of"),
+    ]
+    for content, words in refusals:
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif content:
+            save_file({name: x.contiguous() for name, x in content.items()}, path)
+        with pytest.raises(ValueError, match=words):
+            load_target_scales(target, tmp_path)
+        assert target.kv_scales is None
+    with pytest.raises(ValueError, match="target: expected calibrated scales.*calibrate_target"):
+        save_target_scales(target, tmp_path / "other")
+    target.kv_scales = (k, v[:2])
+    with pytest.raises(ValueError, match="v_scale: expected shape"):
+        save_target_scales(target, tmp_path)
