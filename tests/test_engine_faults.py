@@ -1,4 +1,4 @@
-"""Steps that fail anywhere, memory that isn't there, and a draft pool of its own: everybody still gets their own tokens."""
+"""Steps that fail anywhere, memory that isn't there, a draft pool of its own: everybody still gets their own tokens."""
 
 import random
 from contextlib import contextmanager
@@ -36,7 +36,7 @@ def assert_all_back(engine):
     if engine.draft_manager is not None:
         engine.draft_manager.check_invariants()
         assert engine.draft_manager.stats().num_referenced == 0
-        assert engine.draft_manager.stats().num_free == engine.draft_manager.num_blocks
+        assert all(g.num_free == g.num_blocks for g in engine.draft_manager.stats().groups)
 
 
 # Steps that fail
@@ -68,23 +68,37 @@ def fault_places(engine) -> dict:
 
 
 FINAL = ("settle", "update", "draft_update")  # behind these a step has happened
-NAMES = ["schedule_prepare", "prepare", "flush", "send_tables", "send", "run", "forward", "embed", "lm_head", "store", "attend",
-         "propose", "start", "emit", "emit_tokens", "record", "settle", "update"]
-CASES = [(name, "paged", graphs, moment) for name in NAMES for graphs in (False, True) for moment in ("before", "after")
-         if name not in FINAL or moment == "before"]
-CASES += [(name, "paged", True, moment) for name in ("replay", "capture") for moment in ("before", "after")]
-CASES += [(name, context, True, "after") for name in ("store", "attend", "start", "prepare") for context in ("dense", "separate")]
+NAMES = ["schedule_prepare", "prepare", "flush", "send_tables", "send", "run", "forward", "embed", "lm_head", "store",
+         "attend", "propose", "start", "emit", "emit_tokens", "record", "settle", "update"]
+CASES = [(name, "paged", graphs, "before" if name in FINAL or graphs == n % 2 else "after")
+         for n, name in enumerate(NAMES) for graphs in (False, True)
+         if name in ("forward", "attend", "propose", "start", "send") or graphs == n // 2 % 2]
+CASES += [("replay", "paged", True, "before"), ("replay", "paged", True, "after"), ("capture", "paged", True, "before")]
+CASES += [(name, context, True, "after") for name in ("store", "attend", "start", "prepare") for context in PLACES[1:]]
 CASES += [("draft_prepare", "separate", False, m) for m in ("before", "after")]
-CASES += [("draft_flush", "separate", True, "before"), ("draft_update", "separate", False, "before"), ("update", "separate", True, "before")]
+CASES += [("draft_flush", "separate", True, "before"), ("draft_update", "separate", False, "before"),
+          ("update", "separate", True, "before")]
 
 
-def plant(monkeypatch, place, moment, fails):
-    """Raise at a place's calls for which `fails(number of the call)`, before or behind its work."""
+def plant(monkeypatch, engine, place, moment, fails):
+    """Raise at a step's calls of a place for which `fails(number of the call)`, before or behind its work."""
     owner, name = place
-    real, calls = getattr(owner, name), iter(range(1, 10**6))
+    real, calls, schedule = getattr(owner, name), iter(range(1, 10**6)), engine.scheduler.schedule
+    check, armed = engine.manager.check_invariants, [True]
+
+    def plan():
+        armed[0] = True
+        return schedule()
+
+    def quiet_check():  # which flushes the tables too
+        armed[0] = False
+        check()
+
+    monkeypatch.setattr(engine.scheduler, "schedule", plan)
+    monkeypatch.setattr(engine.manager, "check_invariants", quiet_check)
 
     def planted(*args, **kwargs):
-        bad = fails(next(calls))
+        bad = armed[0] and fails(next(calls))
         if bad and moment == "before":
             raise Planted
         result = real(*args, **kwargs)
@@ -105,21 +119,25 @@ def held(engine) -> list:
     ]
 
 
+def kept(manager) -> tuple:
+    """The manager's dump, but for the order of free blocks."""
+    nodes, roots, pools, *rest = manager.dump()
+    return nodes, roots, [(counts, sorted(free), *others) for counts, free, *others in pools], *rest
+
+
 @pytest.mark.parametrize("name,context,graphs,moment", CASES, ids=["-".join(map(str, c)) for c in CASES])
 def test_a_step_that_fails_anywhere_leaves_everything_as_it_was(oracle, monkeypatch, name, context, graphs, moment):
     """Blocks, rows, tokens and counts; then everybody's tokens are their own. The fault comes again and again."""
     engine = make(oracle, graphs, context=context, max_batch_size=2)
     place = fault_places(engine)[name]
-    if name == "capture" and moment == "after":
-        pytest.skip("a capture that is thrown away is captured again: `replay` covers it")
-    plant(monkeypatch, place, moment, lambda call: call % (2 if name == "capture" else 7) == 1)
+    plant(monkeypatch, engine, place, moment, lambda call: call % (2 if name == "capture" else 7) == 1)
     seen, results, planted = {}, {}, 0
     note = lambda i, token: seen.setdefault(i, []).append(token)
     prompts = [oracle.prompts[i] for i in (10, 4, 6)]
     for prompt in prompts:
-        engine.add_request(prompt, 11, stop_token_ids=[], on_token=note)
+        engine.add_request(prompt, 9, stop_token_ids=[], on_token=note)
     while engine.running or engine.waiting:
-        before, dump, blocks = {r[0]: r for r in held(engine)}, engine.manager.dump(), engine.manager.stats().num_free
+        before, dump = {r[0]: r for r in held(engine)}, kept(engine.manager)
         try:
             results.update((r.request_id, r.token_ids) for r in engine.step())
         except Planted:
@@ -127,19 +145,19 @@ def test_a_step_that_fails_anywhere_leaves_everything_as_it_was(oracle, monkeypa
             after = {r[0]: r for r in held(engine)}
             assert {i: after[i] for i in before} == before
             if after.keys() == before.keys():  # nobody was admitted
-                assert engine.manager.stats().num_free == blocks and engine.manager.dump()[3] == dump[3]
-        assert {i: t for i, t in seen.items()} == {
-            **{r.request_id: r.tokens[r.prompt_len :] for r in engine.running if len(r.tokens) > r.prompt_len}, **results}
-    assert planted >= 1 and results == {i: oracle(p, 11) for i, p in enumerate(prompts)}
+                assert kept(engine.manager) == dump
+        told = {r.request_id: r.tokens[r.prompt_len :] for r in engine.running if len(r.tokens) > r.prompt_len}
+        assert seen == {**told, **results}
+    assert planted >= 1 and results == {i: oracle(p, 9) for i, p in enumerate(prompts)}
     assert_all_back(engine)
     monkeypatch.undo()
-    again = [r.token_ids for r in engine.generate(prompts, 11, stop_token_ids=[])]  # behind what was published
-    assert again == [oracle(p, 11) for p in prompts]
+    again = [r.token_ids for r in engine.generate(prompts, 4, stop_token_ids=[])]  # behind what was published
+    assert again == [oracle(p, 4) for p in prompts]
     assert_all_back(engine)
 
 
 @pytest.mark.parametrize("context", PLACES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_storms_of_faults_under_pressure_are_lossless(oracle, monkeypatch, context, seed):
     """Any place, any call, with few blocks, shared prompts, arrivals, preemptions, aborts and withheld draft rows."""
     rng = random.Random(f"{context} {seed}")
@@ -164,16 +182,17 @@ def test_storms_of_faults_under_pressure_are_lossless(oracle, monkeypatch, conte
         if rng.random() < 0.05:
             engine.manager.withhold_draft_rows()
         with monkeypatch.context() as patch:
-            if rng.random() < 0.4:
-                name, at = rng.choice(sorted(places)), rng.randint(1, 3)
-                plant(patch, places[name], "before" if name in FINAL else rng.choice(["before", "after"]), lambda call: call == at)
+            if rng.random() < 0.6:
+                name, at = rng.choice(sorted(places)), rng.randint(1, 2)
+                moment = "before" if name in FINAL else rng.choice(["before", "after"])
+                plant(patch, engine, places[name], moment, lambda call, at=at: call == at)
             try:
                 results.update((r.request_id, r) for r in engine.step())
             except Planted:
                 planted += 1
         if engine.draft_manager is not None:
             engine.draft_manager.check_invariants()
-    assert planted >= 5 and len(results) + len(aborted) == 14
+    assert planted >= 4 and len(results) + len(aborted) == 14
     assert {i: r.token_ids for i, r in results.items()} == {i: t for i, t in wanted.items() if i not in aborted}
     assert_all_back(engine)
 
@@ -217,7 +236,7 @@ def test_a_sampled_step_that_fails_keeps_its_neighbours_drafts_out(oracle, monke
     lengths = {r.request_id: len(r.tokens) for r in engine.running}
     assert all(r.has_drafts for r in engine.running)
     with monkeypatch.context() as patch:
-        plant(patch, (engine.device_step.readback, "start"), "before", lambda call: True)
+        plant(patch, engine, (engine.device_step.readback, "start"), "before", lambda call: True)
         with pytest.raises(Planted):
             engine.step()
     assert not any(r.has_drafts for r in engine.running)
@@ -229,8 +248,8 @@ def test_a_sampled_step_that_fails_keeps_its_neighbours_drafts_out(oracle, monke
 # Memory that isn't there
 
 
-OUT = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB."), MemoryError(),
-       RuntimeError("[enforce fail at alloc_cpu.cpp:119] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")]
+OUT = [(torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 9.00 GiB."), (MemoryError,),
+       (RuntimeError, "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes. Error code 12")]
 
 
 def raising(error):
@@ -240,25 +259,27 @@ def raising(error):
     return fail
 
 
-@pytest.mark.parametrize("error", OUT, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("kind,words", [(kind, words) for kind, *words in OUT], ids=[kind.__name__ for kind, *_ in OUT])
 @pytest.mark.parametrize("name,context,part", [
-    ("KVCacheManager", "paged", "KV pools"), ("KVCacheManager", "separate", "KV pools"), ("DenseContext", "dense", "dense draft context"),
+    ("KVCacheManager", "paged", "KV pools"), ("KVCacheManager", "separate", "KV pools"),
+    ("DenseContext", "dense", "dense draft context"),
 ])
-def test_what_finds_no_memory_is_named_with_its_size(oracle, monkeypatch, name, context, part, error):
+def test_what_finds_no_memory_is_named_with_its_size(oracle, monkeypatch, name, context, part, kind, words):
+    error = kind(*words)
     monkeypatch.setattr(engine_module, name, raising(error))
     with pytest.raises(DeviceMemoryError, match=rf"{part}: asked for \d+\.\d+ GB on cpu.*lower") as caught:
         make(oracle, context=context)
     assert caught.value.__cause__ is error
 
 
-@pytest.mark.parametrize("error", OUT, ids=lambda e: type(e).__name__)
-def test_no_memory_for_draft_probabilities_refuses_the_sampled_request_alone(oracle, monkeypatch, error):
+@pytest.mark.parametrize("kind,words", [(kind, words) for kind, *words in OUT], ids=[kind.__name__ for kind, *_ in OUT])
+def test_no_memory_for_draft_probabilities_refuses_the_sampled_request_alone(oracle, monkeypatch, kind, words):
     """By name, before it has an id; greedy ones go on, and a later one may find room."""
     engine = make(oracle)
     engine.add_request(oracle.prompts[4], 9, stop_token_ids=[])
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.device_step, "allow_sampling", raising(error))
+        patch.setattr(engine.device_step, "allow_sampling", raising(kind(*words)))
         for call in (lambda: engine.add_request(oracle.prompts[9], 5, temperature=1.0), engine.warm_up,
                      lambda: engine.generate([oracle.prompts[9]] * 2, 5, temperature=1.0)):
             with pytest.raises(DeviceMemoryError, match=r"draft probabilities: asked for \d+\.\d+ GB"):
@@ -268,12 +289,14 @@ def test_no_memory_for_draft_probabilities_refuses_the_sampled_request_alone(ora
     assert len(engine.generate([oracle.prompts[9]], 5, stop_token_ids=[], temperature=1.0)[0].token_ids) == 5
 
 
-@pytest.mark.parametrize("error", [
-    RuntimeError("planted"), ValueError("num_blocks: expected 3"), KeyError("x"),
-    RuntimeError("CUDA error: an illegal memory access was encountered"), RuntimeError("CUDA error: misaligned memory address"),
-], ids=range(5))
-def test_other_errors_stay_what_they_are(oracle, monkeypatch, error):
+@pytest.mark.parametrize("kind,words", [
+    (RuntimeError, "planted"), (ValueError, "num_blocks: expected 3"), (KeyError, "x"),
+    (RuntimeError, "CUDA error: an illegal memory access was encountered"),
+    (RuntimeError, "CUDA error: misaligned memory address"),
+])
+def test_other_errors_stay_what_they_are(oracle, monkeypatch, kind, words):
     """An illegal access is no lack of memory, and a smaller pool wouldn't help."""
+    error = kind(words)
     monkeypatch.setattr(engine_module, "KVCacheManager", raising(error))
     with pytest.raises(type(error)) as caught:
         make(oracle)
@@ -306,10 +329,11 @@ def test_a_separate_draft_pool_is_lossless_and_gives_all_blocks_back(oracle, mon
     for _ in range(2):  # the second time behind hits
         script.log.clear()
         with counting_preparations(engine) as seen:
-            ids = {engine.add_request(oracle.prompts[i], 17, stop_token_ids=[]): oracle.prompts[i] for i in (9, 4, 6, 10, 7)}
+            prompts = [oracle.prompts[i] for i in (9, 4, 6, 10, 7)]
+            ids = {engine.add_request(p, 12, stop_token_ids=[]): p for p in prompts}
             results = run_all(engine)
         assert seen
-        assert {i: results[i].token_ids for i in ids} == {i: oracle(p, 17) for i, p in ids.items()}
+        assert {i: results[i].token_ids for i in ids} == {i: oracle(p, 12) for i, p in ids.items()}
         for i in ids:
             script.check(results[i])
         assert_all_back(engine)
@@ -349,7 +373,7 @@ def test_behind_a_hit_a_separate_pool_begins_at_its_end(oracle, monkeypatch):
 
 @pytest.mark.parametrize("admission", ["guaranteed_no_evict", "max_utilization"])
 def test_admission_counts_both_pools(oracle, admission):
-    """Pitfall 14: six requests share a prefix in the target's pool; their draft rows share nothing, and are what is short."""
+    """Pitfall 14: six requests share a prefix in the target's pool; their draft rows share nothing, and are short."""
     engine = make(oracle, context="separate", num_blocks=14, max_batch_size=6, max_step_tokens=64, admission=admission)
     base = oracle.prompts[10]
     prompts = [base + oracle(base, n) for n in range(6)]
@@ -365,12 +389,14 @@ def test_admission_counts_both_pools(oracle, admission):
 
 
 def test_a_separate_pool_may_have_its_own_dtype_and_drafters_with_windows(oracle):
-    sliding = dict(layer_types=["sliding_attention", "full_attention"], use_sliding_window=True, sliding_window=18, is_causal=False)
+    sliding = dict(layer_types=["sliding_attention", "full_attention"], use_sliding_window=True, sliding_window=18,
+                   is_causal=False)
     for options in (dict(draft_kv_dtype="bfloat16"), dict(drafter=make_tiny_drafter(**sliding)),
                     dict(draft_kv_dtype="float16", drafter=make_tiny_drafter(**sliding), kv_cache_bytes=900_000)):
         engine = make(oracle, True, context="separate", **options)
         prompts = [oracle.prompts[i] for i in (10, 4, 7)]
-        assert [r.token_ids for r in engine.generate(prompts, 30, stop_token_ids=[])] == [oracle(p, 30) for p in prompts]
+        results = engine.generate(prompts, 20, stop_token_ids=[])
+        assert [r.token_ids for r in results] == [oracle(p, 20) for p in prompts]
         wanted = options.get("draft_kv_dtype", "float32")
         assert {str(p.dtype) for p in engine.draft_manager.pools.tensors} == {f"torch.{wanted}"}
         assert_all_back(engine)
@@ -378,7 +404,7 @@ def test_a_separate_pool_may_have_its_own_dtype_and_drafters_with_windows(oracle
 
 @pytest.mark.parametrize("context", PLACES)
 def test_shared_prefix_blocks_keep_their_bytes_while_drafts_are_made_behind_them(oracle, context):
-    """Pitfall 18 with the real drafter, in eager and replayed steps of every variant: draft passes write to no shared block."""
+    """Pitfall 18 with the real drafter, eager and replayed, greedy and sampled: draft passes write to no shared block."""
     engine = make(oracle, True, context=context, max_batch_size=4, max_step_tokens=64)
     base = oracle.prompts[10]
     engine.generate([base], 2, stop_token_ids=[])

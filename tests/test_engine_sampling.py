@@ -1,4 +1,4 @@
-"""Sampled requests in the engine: the target's own distribution, a stream each, and nothing of it in their neighbours."""
+"""Sampled requests in the engine: the target's own distribution, a stream each, and greedy neighbours as they were."""
 
 import random
 
@@ -75,7 +75,8 @@ def p_values(small, results, **options):
         seen[tuple(result.token_ids)] += 1
     expected = exact_probs(small[0], **options) * len(results)
     assert not seen[expected == 0].any(), "a token that top-k or top-p cuts off"
-    return [chi_square_p(s, e) for s, e in ((seen.sum(2), expected.sum(2)), (seen.sum(0), expected.sum(0)), (seen, expected))]
+    first, last = (seen.sum(2), expected.sum(2)), (seen.sum(0), expected.sum(0))
+    return [chi_square_p(s, e) for s, e in (first, last, (seen, expected))]
 
 
 CASES = [dict(temperature=0.8), dict(top_p=0.9, top_k=4, temperature=1.5)]
@@ -96,7 +97,8 @@ def test_drafts_that_share_the_acceptances_numbers_would_be_noticed(small, monke
     """Pitfall 31: the statistic above can fail."""
     real = sampling.uniform
     same = {sampling.DRAFT: sampling.ACCEPT}
-    monkeypatch.setattr(sampling, "uniform", lambda seeds, positions, stream: real(seeds, positions, same.get(stream, stream)))
+    shared = lambda seeds, positions, stream: real(seeds, positions, same.get(stream, stream))
+    monkeypatch.setattr(sampling, "uniform", shared)
     results = small_engine(small, seed=1).generate([PROMPT] * 800, 3, stop_token_ids=[], temperature=0.8)
     assert min(p_values(small, results, temperature=0.8)) < 1e-8
 
@@ -115,9 +117,9 @@ def test_the_distribution_survives_preemptions_and_failing_steps(small, monkeypa
 
     monkeypatch.setattr(engine.device_step.readback, "start", fail_sometimes)
     with pytest.warns(RuntimeWarning, match="graph_batch_sizes"):
-        while len(results) < COUNT:
+        while len(results) < 1500:
             if not engine.running:  # all at once, so that steps without prompt rows come too
-                for i in range(len(results), min(COUNT, len(results) + 64)):
+                for i in range(len(results), len(results) + 64):
                     engine.add_request(PROMPT, 3, stop_token_ids=[], **(a, b, {})[i % 5 // 2])
             step += 1
             if step % 5 == 0:
@@ -129,7 +131,7 @@ def test_the_distribution_survives_preemptions_and_failing_steps(small, monkeypa
                 assert "planted" in str(error)
     for part, options in ((0, a), (1, b)):
         chosen = [results[i] for i in results if i % 5 // 2 == part]
-        assert len(chosen) >= COUNT // 3 and min(p_values(small, chosen, **options)) > 1e-4
+        assert len(chosen) > 590 and min(p_values(small, chosen, **options)) > 1e-4
     assert len({tuple(results[i].token_ids) for i in results if i % 5 == 4}) == 1, "the greedy ones"
     assert engine.num_graph_steps and sum(r.stats.num_preemptions for r in results.values()) > 100
 
@@ -140,19 +142,20 @@ def test_the_distribution_survives_preemptions_and_failing_steps(small, monkeypa
 def test_a_requests_tokens_depend_on_its_seed_alone(oracle):
     """Not on its place, its neighbours, a second run, the context's place or padded places."""
     prompts = [oracle.prompts[i] for i in (9, 4, 6, 2, 7)]
-    options = [dict(temperature=0.9, seed=11), dict(top_p=0.8, seed=12), dict(temperature=1.3, top_k=7, seed=2**63 - 1), {},
-               dict(temperature=0.7, seed=0)]
+    options = [dict(temperature=0.9, seed=11), dict(top_p=0.8, seed=12), dict(temperature=1.3, top_k=7, seed=2**63 - 1),
+               {}, dict(temperature=0.7, seed=0)]
 
     def serve(order, **settings):
         engine = make(oracle, **settings)
         for _ in range(2):
-            ids = {engine.add_request(prompts[i], 16, stop_token_ids=[], **options[i]): i for i in order}
+            ids = {engine.add_request(prompts[i], 9, stop_token_ids=[], **options[i]): i for i in order}
             got = {ids[j]: r.token_ids for j, r in run_all(engine).items()}
             yield [got[i] for i in sorted(got)]
 
-    want = [make(oracle, max_batch_size=1).generate([p], 16, stop_token_ids=[], **o)[0].token_ids for p, o in zip(prompts, options)]
-    assert want[3] == oracle(prompts[3], 16) and want[0] != oracle(prompts[0], 16)
-    for settings in (dict(max_batch_size=5), dict(max_batch_size=2, seed=9), dict(max_batch_size=5, graphs=(3, 5)),
+    alone = lambda p, o: make(oracle, max_batch_size=1).generate([p], 9, stop_token_ids=[], **o)[0].token_ids
+    want = [alone(p, o) for p, o in zip(prompts, options)]
+    assert want[3] == oracle(prompts[3], 9) and want[0] != oracle(prompts[0], 9)
+    for settings in (dict(max_batch_size=2, seed=9), dict(max_batch_size=5, graphs=(3, 5)),
                      dict(max_batch_size=3, context="dense", enable_prefix_reuse=False),
                      dict(max_batch_size=5, context="separate", enable_prefix_reuse=False, graphs=(4, 5))):
         order = random.Random(str(settings)).sample(range(5), 5)
@@ -169,6 +172,16 @@ def test_requests_without_a_seed_have_a_stream_each_which_the_engines_seed_decid
     assert serve(seed=5) == first and len({tuple(t) for t in first}) > 1
     assert serve(seed=5, max_batch_size=2) == first
     assert serve(seed=6) != first and serve() == serve(seed=0) != first
+
+
+def test_a_request_without_a_seed_shares_its_stream_with_no_small_seed(oracle):
+    """Pitfall 31's kind: a client's own seeds of 0, 1, 2 ... must not be the streams of its unseeded neighbours."""
+    engine = make(oracle, enable_prefix_reuse=False)
+    options = dict(stop_token_ids=[], temperature=1.2)
+    own = [r.token_ids for r in engine.generate([oracle.prompts[4]] * 4, 8, **options)]
+    for seed in range(4):
+        [given] = engine.generate([oracle.prompts[4]], 8, seed=seed, **options)
+        assert given.token_ids not in own, seed
 
 
 @pytest.mark.parametrize("k", [0, 4])
@@ -236,40 +249,39 @@ def test_what_happens_to_neighbours_changes_no_sampled_token(oracle, context):
 # Greedy neighbours and options
 
 
-@pytest.mark.parametrize("context", ["paged", "dense"])
-@pytest.mark.parametrize("graphs", [(), (2, 5)])
+@pytest.mark.parametrize("context,graphs", [("paged", ()), ("paged", (2, 5)), ("dense", (2, 5))])
 def test_greedy_requests_beside_sampled_ones_stay_greedy(oracle, context, graphs):
     """Pitfall 42: whatever the neighbours ask for, and when the last of them has gone."""
     engine = make(oracle, context=context, graphs=graphs, max_batch_size=5, max_step_tokens=40)
     want, number = {}, 0
-    for i in (9, 0, 4, 6, 2, 7, 10, 3):
+    for i in (9, 0, 4, 6, 2, 7):
         prompt = oracle.prompts[i]
         sampled = (dict(temperature=1.0), dict(top_k=3), dict(top_p=0.5, temperature=2.0))[number % 3]
-        want[engine.add_request(prompt, 20, stop_token_ids=[], **({}, dict(temperature=0, top_p=0.5, top_k=9))[number % 2])] = prompt
-        engine.add_request(prompt, 5 + 2 * number, stop_token_ids=[], **sampled)
+        greedy = ({}, dict(temperature=0, top_p=0.5, top_k=9))[number % 2]
+        want[engine.add_request(prompt, 12, stop_token_ids=[], **greedy)] = prompt
+        engine.add_request(prompt, 3 + 2 * number, stop_token_ids=[], **sampled)
         number += 1
     results = run_all(engine)
-    assert {i: results[i].token_ids for i in want} == {i: oracle(p, 20) for i, p in want.items()}
+    assert {i: results[i].token_ids for i in want} == {i: oracle(p, 12) for i, p in want.items()}
 
 
 def test_one_token_to_choose_from_is_greedy_decoding(oracle):
     engine = make(oracle)
-    for options in (dict(top_k=1), dict(temperature=1.7, top_k=1), dict(top_p=1e-9), dict(temperature=1e-5)):
-        for i in (4, 9):
-            [result] = engine.generate([oracle.prompts[i]], 20, stop_token_ids=[], **options)
-            assert result.token_ids == oracle(oracle.prompts[i], 20), options
+    for options in (dict(temperature=1.7, top_k=1), dict(top_p=1e-9), dict(temperature=1e-5)):
+        results = engine.generate([oracle.prompts[i] for i in (4, 9)], 12, stop_token_ids=[], **options)
+        assert [r.token_ids for r in results] == [oracle(oracle.prompts[i], 12) for i in (4, 9)], options
 
 
 def test_top_k_or_top_p_alone_samples(oracle):
     """Pitfall 42: not greedy; as with temperature 1."""
     engine, prompt = make(oracle, enable_prefix_reuse=False), oracle.prompts[9]
     for options in (dict(top_k=5), dict(top_p=0.95)):
-        texts = [engine.generate([prompt], 12, stop_token_ids=[], seed=s, **options)[0].token_ids for s in range(4)]
+        texts = [engine.generate([prompt], 7, stop_token_ids=[], seed=s, **options)[0].token_ids for s in range(4)]
         assert len({tuple(t) for t in texts}) > 1
-        [same] = engine.generate([prompt], 12, stop_token_ids=[], seed=3, temperature=1.0, **options)
+        [same] = engine.generate([prompt], 7, stop_token_ids=[], seed=3, temperature=1.0, **options)
         assert same.token_ids == texts[3]
-    [greedy] = engine.generate([prompt], 12, stop_token_ids=[], seed=3)
-    assert greedy.token_ids == oracle(prompt, 12)
+    [greedy] = engine.generate([prompt], 7, stop_token_ids=[], seed=3)
+    assert greedy.token_ids == oracle(prompt, 7)
 
 
 NAN, INF = float("nan"), float("inf")
@@ -288,7 +300,7 @@ def test_sampling_options_out_of_range_are_refused_before_anything_else(oracle, 
     engine.step()
     before = engine.manager.dump()
     for value in values:
-        for call in (lambda o: engine.add_request(oracle.prompts[9], 6, **o), lambda o: engine.generate([[5], [6]], 6, **o)):
+        for call in (lambda o: engine.add_request([5], 6, **o), lambda o: engine.generate([[5], [6]], 6, **o)):
             with pytest.raises(RefusedRequest, match=name):
                 call({"temperature": 1.0, name: value})
     assert (engine.num_requests, len(engine.waiting), len(engine.running)) == (1, 0, 1)
@@ -296,8 +308,8 @@ def test_sampling_options_out_of_range_are_refused_before_anything_else(oracle, 
     assert run_all(engine)[0].token_ids == oracle(oracle.prompts[4], 6)
 
 
-@pytest.mark.parametrize("name", ["min_p", "temprature", "n", "logit_bias", "repetition_penalty", "default_seed", "sorts",
-                                  "max_tokens", "sampling", "stream"])
+@pytest.mark.parametrize("name", ["min_p", "temprature", "n", "logit_bias", "repetition_penalty", "default_seed",
+                                  "sorts", "max_tokens", "sampling", "stream"])
 def test_options_by_another_name_are_errors_that_name_them(oracle, name):
     """Pitfall 41: no option is dropped in silence."""
     engine = make(oracle)
@@ -312,7 +324,8 @@ def test_options_by_another_name_are_errors_that_name_them(oracle, name):
 def test_none_means_not_given(oracle):
     engine = make(oracle)
     nothing = dict(temperature=None, top_p=None, top_k=None, seed=None)
-    assert engine.generate([oracle.prompts[4]], 6, stop_token_ids=[], **nothing)[0].token_ids == oracle(oracle.prompts[4], 6)
+    [result] = engine.generate([oracle.prompts[4]], 6, stop_token_ids=[], **nothing)
+    assert result.token_ids == oracle(oracle.prompts[4], 6)
     assert engine.device_step.draft_probs is None and not engine.allows_sampling
 
 

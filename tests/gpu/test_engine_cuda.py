@@ -7,9 +7,10 @@ import pytest
 import torch
 from conftest import TINY_LAYER_IDS, chi_square_p, joint_probs, make_tiny_drafter, make_tiny_target, poison_pages
 
-from dflash_paged.engine import Engine
+from dflash_paged.engine import DeviceMemoryError, Engine
 from dflash_paged.evaluate import Judge, tie_gap
-from dflash_paged.step import BONUS, EMITS, LENGTH, ROW
+from dflash_paged.graphs import GraphLadder
+from dflash_paged.step import BONUS, DRAFT_ROW, EMITS, HAS_DRAFTS, LENGTH, ROW
 from dflash_paged.target import PagedTarget, calibrate_target
 
 pytestmark = [
@@ -279,3 +280,165 @@ def test_a_step_that_fails_leaves_everybody_able_to_go_on(model, prompts, judge,
     assert planted >= 5
     for request_id, result in results.items():
         assert judge(ids[request_id], result.token_ids)[0]
+
+
+def prepared(engine, requests):
+    """The numbers of a decode step of `requests`, whose rows are reserved."""
+    managers = [m for m in (engine.manager, engine.draft_manager) if m is not None]
+    for manager in managers:
+        manager.prepare_resources([(r.cache_id, 0) for r in requests])
+        manager.tables.flush()
+    numbers = engine.device_step.padded(len(requests))
+    for i, r in enumerate(requests):
+        numbers[i, [ROW, DRAFT_ROW]] = [m.table_rows([r.cache_id])[0] for m in (managers[0], managers[-1])]
+        numbers[i, [LENGTH, BONUS, EMITS, HAS_DRAFTS]] = r.num_rows, r.tokens[-1], 1, r.has_drafts
+    return numbers
+
+
+def decoding(engine, prompts, count=30, **options):
+    """Requests of `prompts` that have all decoded a step or more; by id."""
+    ids = {engine.add_request(p, count, stop_token_ids=[], **options): i for i, p in enumerate(prompts)}
+    while not all(r.has_drafts for r in engine.running) or len(engine.running) < len(prompts):
+        assert not engine.step()
+    return ids
+
+
+def finish(engine) -> dict:
+    results = {}
+    while engine.running or engine.waiting:
+        results.update((r.request_id, r) for r in engine.step())
+    return results
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_one_real_request_of_six_places_changes_only_its_own(model, prompts, judge, context):
+    """Pitfalls 1, 2, 3, 26: every byte of pages, slots and drafts that aren't its own stays; then all go on as ever."""
+    engine = make(model, context=context, graph_batch_sizes=[6], enable_prefix_reuse=False)
+    ids = decoding(engine, prompts[:3])
+    request, managers = engine.running[1], [m for m in (engine.manager, engine.draft_manager) if m is not None]
+    numbers, saved = prepared(engine, [request]), engine.device_step.drafts.clone()
+    before = [[p.clone() for p in m.pools.tensors] for m in managers]
+    dense = [engine.context.k_buf, engine.context.v_buf, engine.context.ctx_len] if context == "dense" else []
+    old_dense = [t.clone() for t in dense]
+    result = engine.graphs.run(numbers, 6)
+    torch.cuda.synchronize()
+    assert result.shape[0] == 1 and int(result[0, 0]) >= 1
+    for manager, pools in zip(managers, before):
+        own = manager.get_batch_cache_indices([request.cache_id])[0]
+        rest = [b for b in range(manager.num_blocks) if b not in own]
+        for old, now in zip(pools, manager.pools.tensors):
+            assert torch.equal(old[rest].view(torch.uint8), now[rest].view(torch.uint8))
+            assert not torch.equal(old[own].view(torch.uint8), now[own].view(torch.uint8))
+    rest = [r for r in range(6) if r != numbers[0, ROW]]
+    assert torch.equal(saved[rest], engine.device_step.drafts[rest])
+    if dense:
+        slot = engine.context.slot_of[request.cache_id]
+        others = [s for s in range(6) if s != slot]
+        assert all(torch.equal(old[others], now[others]) for old, now in zip(old_dense, dense))
+    for manager in managers:
+        manager.rewind(request.cache_id, 0)
+    engine.device_step.drafts.copy_(saved)
+    for i, r in finish(engine).items():
+        assert judge(ids[i], r.token_ids)[0]
+
+
+def test_the_host_may_run_ahead_of_the_device(model, prompts, judge):
+    """Pitfall 34: replays queue behind a sleeping stream, the host changes their numbers at once; each reads its own."""
+    engine = make(model, graph_batch_sizes=[6])
+    ids = decoding(engine, prompts[:5])
+    numbers, saved, step = prepared(engine, engine.running), engine.device_step.drafts.clone(), engine.device_step
+    orders = [random.Random(i).sample(range(5), 1 + i % 5) for i in range(16)]
+
+    def run(order):
+        step.drafts.copy_(saved)
+        mine = numbers[order].copy()
+        result = engine.graphs.run(mine, 6).clone()
+        mine[:] = -1
+        return result
+
+    want = []
+    for order in orders:
+        want.append(run(order))
+        torch.cuda.synchronize()
+    step.staging.reserve(24)
+    sleeps = torch.cuda.Event()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    sleeps.record()
+    got = [run(order) for order in orders]
+    assert not sleeps.query(), "the host waited"
+    torch.cuda.synchronize()
+    for order, a, b in zip(orders, want, got):
+        assert torch.equal(a, b), order
+    for r in engine.running:
+        engine.manager.rewind(r.cache_id, 0)
+    step.drafts.copy_(saved)
+    for i, r in finish(engine).items():
+        assert judge(ids[i], r.token_ids)[0]
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_device_that_lags_changes_no_token(model, prompts, judge, context):
+    """Pitfall 34 over whole steps: arrivals, tables and numbers are sent while the device still sleeps."""
+    engine = make(model, context=context)
+    real = engine.scheduler.schedule
+
+    def late():
+        torch.cuda._sleep(3_000_000)
+        return real()
+
+    engine.scheduler.schedule = late
+    for i, result in serve(engine, prompts, seed=2).items():
+        lossless, ties = judge(i, result.token_ids)
+        assert lossless, (i, ties)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_the_first_sampled_request_may_come_in_mid_flight(model, prompts, judge, context):
+    """It allocates and captures while others run: their rows, drafts and tokens stay."""
+    engine = make(model, context=context)
+    ids = decoding(engine, prompts[:4])
+    assert engine.device_step.draft_probs is None
+    sampled = engine.add_request(prompts[5], 20, stop_token_ids=[], temperature=0.9, top_p=0.9)
+    captures, results = engine.graphs.num_captures, finish(engine)
+    assert engine.graphs.num_captures == captures and len(results.pop(sampled).token_ids) == 20
+    for i, r in results.items():
+        assert judge(ids[i], r.token_ids)[0]
+
+
+def test_one_seed_gives_the_same_tokens_twice(model, prompts):
+    runs = []
+    for _ in range(2):
+        engine = make(model, seed=4)
+        ids = [engine.add_request(p, 20, stop_token_ids=[], temperature=0.9, **({} if i % 2 else dict(top_k=9, seed=i)))
+               for i, p in enumerate(prompts)]
+        results = finish(engine)
+        runs.append([results[i].token_ids for i in ids])
+    assert runs[0] == runs[1]
+    other = make(model, seed=5)
+    changed = [other.add_request(p, 20, stop_token_ids=[], temperature=0.9) for p in prompts[:4]]
+    results = finish(other)
+    assert [results[i].token_ids for i in changed] != runs[0][:4]
+
+
+@pytest.mark.parametrize("kind,words", [(torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 9.00 GiB")])
+def test_captures_and_probabilities_that_find_no_memory_are_named(model, prompts, judge, monkeypatch, kind, words):
+    def fail(*args, **kwargs):
+        raise kind(words)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GraphLadder, "warm_up", fail)
+        with pytest.raises(DeviceMemoryError, match=r"CUDA graphs of batch sizes \[.*were free"):
+            make(model)
+    engine = make(model)
+    engine.add_request(prompts[0], 30, stop_token_ids=[])
+    engine.step()
+    for name, part in (("allow_sampling", "draft probabilities"), ("run", "first steps")):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.device_step, name, fail)
+            with pytest.raises(DeviceMemoryError, match=part):
+                engine.add_request(prompts[1], 9, temperature=1.0)
+    assert engine.num_requests == 1
+    assert judge(0, finish(engine)[0].token_ids)[0]
+    [result] = engine.generate([prompts[1]], 9, stop_token_ids=[], temperature=1.0)
+    assert len(result.token_ids) == 9
