@@ -598,16 +598,14 @@ class DraftStep:
 class PagedContext:
     """The draft context in the manager's pages.
 
-    `pages` are the draft layers' views, one a layer, `layer_to_group` their groups. Nothing here belongs to a
-    request, so nothing has to be begun or ended.
+    `pages` are the draft layers' views, `layer_to_group` their groups. Nothing belongs to a request: nothing to begin.
     """
 
     def __init__(
         self, model: DraftModel, pages: Sequence[PageView], layer_to_group: Sequence[int], *,
         mode: str = "exact",  # of `draft_attention`
         workspaces: AttentionWorkspaces | None = None,  # of the stream that this runs on
-        name: str = "paged",
-        restores_prefix: bool = True,  # a prefix hit brings the draft rows back; not into a pool of the draft's own
+        name: str = "paged", restores_prefix: bool = True,  # False for a pool of the draft's own: no hit reaches it
     ):
         self.name, self.restores_prefix = name, restores_prefix
         if len(pages) != model.config.num_hidden_layers:

@@ -154,7 +154,9 @@ def asking_for(part: str, num_bytes: int | None, device: torch.device) -> Iterat
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error).lower():
+        words = str(error).lower()
+        found_none = "out of memory" in words or "allocate memory" in words or "not enough memory" in words
+        if not (isinstance(error, (torch.OutOfMemoryError, MemoryError)) or found_none):
             raise
         asked = "memory" if num_bytes is None else f"{num_bytes / 1e9:.3f} GB"
         room = "" if free is None else f", where {free / 1e9:.3f} GB were free"
@@ -205,7 +207,7 @@ def pick_kv_dtype(kv_dtype: str | None, target: PagedTarget) -> str:
         )
     return kv_dtype
 
-
+# %% ../notebooks/08_engine.ipynb #ff1a3a92
 def pick_draft_kv_dtype(draft_kv_dtype: str, kv_dtype: str, drafter: DraftModel | None, context: str) -> str:
     """The dtype of the draft's pages; `ValueError` where fp8 is asked for and the drafter has no scales."""
     check_choice("draft_kv_dtype", draft_kv_dtype, DRAFT_KV_DTYPES)
@@ -677,8 +679,8 @@ class RequestQueue(EnginePools):
 
     def _enqueue(self, request: RunningRequest) -> int:
         request.request_id = self.num_requests
-        if request.sampling.seed < 0:  # none was given: a stream of its own
-            request.sampling = replace(request.sampling, seed=(self.seed << 32) + request.request_id)
+        if request.sampling.seed < 0:  # none was given: a stream that no given seed has
+            request.sampling = replace(request.sampling, seed=-1 - (self.seed << 32) - request.request_id)
         if not request.sampling.is_greedy and not self.allows_sampling:
             warm_up(self, sampling=True)
             self.allows_sampling = True

@@ -121,7 +121,7 @@ def measure_speed(engine: Engine, prompts, num_tokens: int, rounds: int = 1) -> 
     tokens = sum(len(r.token_ids) for r in results)
     return dict(tokens=tokens, tokens_per_s=tokens / best, steps=best_steps, step_ms=1e3 * best / best_steps, acceptance=acceptance(results))
 
-
+# %% ../notebooks/10e_engine.ipynb #94b83bd3
 SPEED_CASES = {
     "plain, graphs": dict(num_draft_tokens=0),
     "paged bf16, eager": dict(cuda_graphs=False), "paged bf16": {}, "paged fp8": dict(draft_kv_dtype="float8_e4m3fn"),
@@ -233,7 +233,7 @@ def draft_step_call(case: DraftStepCase, context, tables: torch.Tensor) -> Calla
 
     return step
 
-
+# %% ../notebooks/10e_engine.ipynb #4f14e373
 def count_kernels(call: Callable[[], object]) -> int:
     """Kernels and copies that one call puts on the device, by the profiler."""
     from torch.profiler import ProfilerActivity, profile
@@ -300,7 +300,7 @@ def runs_at_once(model, drafter, context: str, batch: int, budget: int, prompt: 
         engine.step()
     return True
 
-
+# %% ../notebooks/10e_engine.ipynb #62bd66c2
 def planned_batch(target, drafter, context: str, budget: int, length: int, max_seq_len: int, num_draft_tokens: int) -> int:
     """The planner's answer: bytes of a request's blocks, and of its slot in the dense buffer."""
     dtype = str(target.dtype).removeprefix("torch.")

@@ -119,8 +119,9 @@ class GraphLadder(_Rungs):
         """Capture every size for `variants`, largest first: the smaller ones then need no more memory."""
         for variant in variants:
             check_choice("variants", variant, VARIANTS)
-            if variant != "greedy":
-                self.step.allow_sampling()
+        if set(variants) - {"greedy"}:
+            self.step.allow_sampling()  # first: it moves what all graphs read
+        for variant in variants:
             for size in reversed(self.batch_sizes):
                 self._rung(size, variant)
 

@@ -519,6 +519,19 @@ class _Settling(_Schedule):
         """A prepared step didn't happen: its reserved blocks go back, and it may be tried again."""
         self._give_back(plan, self.managers)
 
+    def _commit(self, plan: StepPlan, kept: Sequence[int]) -> None:
+        """Rows into every manager or none: a draft manager comes first, since it publishes nothing and can be rewound."""
+        done = []
+        try:
+            for manager in reversed(self.managers):
+                rows = [(r.cache_id, r.tokens[self._stored(r, manager) : r.num_rows + k]) for r, k in zip(plan.requests, kept)]
+                manager.update_resources(rows)
+                done.append((manager, rows))
+        except BaseException:
+            for manager, rows in done:
+                [manager.rewind(i, min(len(new), manager.max_rewind(i))) for i, new in rows]
+            raise
+
     def settle(self, plan: StepPlan, kept: Sequence[int]) -> list[ScheduledRequest]:
         """Commit how many of each request's rows are kept, decode first; end those that finished, and return them.
 
@@ -529,10 +542,7 @@ class _Settling(_Schedule):
         least = [0] * len(plan.decode) + most[len(plan.decode) :]
         if len(kept) != len(most) or not all(low <= k <= high for low, k, high in zip(least, kept, most)):
             raise ValueError(f"kept: expected 0..{self.num_query_rows} a verify pass, then {most[len(plan.decode):]}, got {kept!r:.80}")
-        for manager in self.managers:
-            manager.update_resources(
-                [(r.cache_id, r.tokens[self._stored(r, manager) : r.num_rows + k]) for r, k in zip(plan.requests, kept)]
-            )
+        self._commit(plan, kept)
         for request, count in zip(plan.requests, kept):
             request.num_rows += count
         self.num_steps += 1

@@ -42,19 +42,26 @@ class TextStream:
         self.stop_strings, self.text, self.stop_string = tuple(stop_strings), "", None
         self._longest = max(map(len, self.stop_strings), default=1)
         for token in prompt_token_ids[-PROMPT_TAIL:]:
-            self._stream.step(self._backend, int(token))
+            self._decode(token)
 
     def add(self, token: int) -> bool:
         """Decode one more token. Returns whether a stop string is complete with it."""
-        piece = self._stream.step(self._backend, int(token)) or ""
+        piece = self._decode(token)
         start = max(0, len(self.text) - self._longest + 1)
         self.text += piece
-        # The one that begins first ends the text, as if characters had come one by one.
+        # The one that ends first ends the text, as if characters had come one by one.
         ends = [(i + len(s), i, s) for s in self.stop_strings if (i := self.text.find(s, start)) >= 0]
         if ends:
             _, begin, self.stop_string = min(ends)
             self.text = self.text[:begin]
         return bool(ends)
+
+    def _decode(self, token: int) -> str:
+        try:
+            return self._stream.step(self._backend, int(token)) or ""
+        except Exception:  # tokenizers' own type: it gives up on bytes that can't become a character
+            self._stream = type(self._stream)(skip_special_tokens=True)
+            return "\ufffd" + (self._stream.step(self._backend, int(token)) or "")
 
     @property
     def settled(self) -> str:
